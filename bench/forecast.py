@@ -99,9 +99,8 @@ def measure(sequences: int, prompts: int, guaranteed: bool, repeats: int) -> dic
         return len(Admission(state, state.pool.step).select(fresh, classes))
 
     # The pool becomes so small that half of the candidates fit: the bisection goes all its way.
-    peak = (
-        Admission(state, state.pool.step)._at_hand(fresh).with_candidates(fresh.take(np.arange(CANDIDATES // 2))).max()
-    )
+    forecast_now = Admission(state, state.pool.step).forecast_for(fresh)
+    peak = forecast_now.with_candidates(fresh.take(np.arange(CANDIDATES // 2))).max()
     counts = np.bincount(state.pool.slots.length_class[~state.pool.slots.guaranteed], minlength=MOST_CLASSES)
     if not guaranteed:
         counts += np.bincount(classes[: CANDIDATES // 2], minlength=MOST_CLASSES)

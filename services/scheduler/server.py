@@ -85,11 +85,7 @@ class SchedulerServer:
         tokenizer = await asyncio.to_thread(Tokenizer.load, config.tokenizer or str(card.directory))
         processed = config.logprobs_mode == PROCESSED
         self.model = ServedModel(card, tokenizer, config.max_samples_per_request, processed_logprobs=processed)
-        self._core = Scheduler(
-            tokenizer.vocabulary.token_bytes,
-            card.vocab_size,
-            read_policy(config),
-        )
+        self._core = Scheduler(tokenizer.vocabulary.token_bytes, card.vocab_size, read_policy(config))
         self._recorder = Recorder(config.record_plans, self.scheduler_id) if config.record_plans else None
         server, prefix = config.statsd_server_url, config.statsd_prefix
         self._statsd = await asyncio.to_thread(Statsd, server, prefix) if server else None

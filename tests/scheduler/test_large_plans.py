@@ -17,7 +17,7 @@ async def test_large_biases_of_many_samples_lose_no_worker(monkeypatch):
     message = 64 * 8 * ENTRIES
     options = {"grpc.max_send_message_length": message, "grpc.max_receive_message_length": message}
     monkeypatch.setattr(channel, "CHANNEL_OPTIONS", list((dict(channel.CHANNEL_OPTIONS) | options).items()))
-    monkeypatch.setattr(prefill, "_MOST_CARRIED", message * prefill._MOST_CARRIED // channel.MAX_MESSAGE_BYTES)
+    monkeypatch.setattr(prefill, "_MOST_BYTES", message * prefill._MOST_BYTES // channel.MAX_MESSAGE_BYTES)
     async with start(FakeShape()) as service:
         asked = {"tokens": g.TokenPrompt(token_ids=[50, 51]), "stopping": g.Stopping(max_tokens=40)}
         innocent, *biased = await asyncio.gather(

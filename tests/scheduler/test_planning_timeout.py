@@ -108,9 +108,9 @@ async def test_a_scheduler_that_plans_no_more_is_not_ready_and_ends(planned, mon
     """What its queue holds is not lost: gateways send it elsewhere, as whenever a scheduler is."""
     plan, plans = Scheduler.plan, []
 
-    def stops(core, now_ns, *, hurry=False):
+    def stops(core, now_ns, *, light=False):
         if len(plans) < planned:
-            plans.append(plan(core, now_ns, hurry=hurry))
+            plans.append(plan(core, now_ns, light=light))
             return plans[-1]
         return None
 

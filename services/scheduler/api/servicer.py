@@ -21,7 +21,7 @@ from services.scheduler.api.session import SessionStream
 from services.scheduler.api.spending import Spending
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.future.estimate import Estimate, estimate
-from services.scheduler.core.future.overview import Overview, look_over
+from services.scheduler.core.future.overview import Overview, read_overview
 from services.scheduler.core.life.intake import resolve_limit
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
@@ -210,7 +210,7 @@ def _look(core: Scheduler, subject: Request) -> Estimate:
 
 def _overview(core: Scheduler, most: int) -> Overview:
     _check_attached(core)
-    return look_over(core.state, most, time.monotonic_ns())
+    return read_overview(core.state, most, time.monotonic_ns())
 
 
 def _check_attached(core: Scheduler) -> None:

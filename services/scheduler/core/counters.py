@@ -1,13 +1,13 @@
-"""What happened since the scheduler started."""
+"""Counts of what the core has done since the scheduler started."""
 
 from dataclasses import dataclass
 
-STEP_SIZES = 19  # steps are counted by their tokens: up to 1, 2, 4, ... 2^17, and more
+STEP_SIZES = 19  # steps are counted by their tokens: at most 1, 2, 4, ..., 2^17, and more
 
 
 @dataclass
 class Counters:
-    """Named as in the contract. Owned by the core."""
+    """Counters of the core and of the step loop, named as in the contract. Owned by the core."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -29,7 +29,7 @@ class Counters:
     device_idle_ns: int = 0
     yields: int = 0
     wasted_steps: int = 0
-    loop_wait_ns: int = 0  # these are the step loop's own
+    loop_wait_ns: int = 0  # the step loop writes the loop_ counters
     loop_take_ns: int = 0
     loop_plan_ns: int = 0
     loop_send_ns: int = 0

@@ -1,4 +1,4 @@
-"""News for the clients, grouped by where it goes."""
+"""Output for the clients, grouped by sink."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -7,25 +7,25 @@ import numpy as np
 
 from services.common.plan.result import ScoredTokens, StepResult
 from services.common.plan.top_logprobs import TopLogprobs
-from services.scheduler.core.plan import NO_FLOATS, no_floats, no_tokens
+from services.scheduler.core.plan import NO_FLOATS, NO_TOKENS
 from services.scheduler.core.request import Finish
 
 
 @dataclass(eq=False)
 class Delta:
-    """The output of one step for one sink. Each handle has one token; ``finished`` comes after the tokens."""
+    """The output of one step for one sink: one token for each handle, and the samples that finished after it."""
 
     step: int
-    handles: np.ndarray = field(default_factory=no_tokens)  # uint32 [samples with a new token]
-    tokens: np.ndarray = field(default_factory=no_tokens)  # uint32, beside handles
-    logprobs: np.ndarray = field(default_factory=no_floats)  # float32, beside handles, or empty if no sample asked
-    top: TopLogprobs | None = None  # beside handles; None if no sample asked
+    handles: np.ndarray = field(default_factory=lambda: NO_TOKENS)  # uint32 [samples with a new token]
+    tokens: np.ndarray = field(default_factory=lambda: NO_TOKENS)  # uint32, beside handles
+    logprobs: np.ndarray = field(default_factory=lambda: NO_FLOATS)  # float32, beside handles; empty if not wanted
+    top: TopLogprobs | None = None  # beside handles; None if not wanted
     finished: list[Finish] = field(default_factory=list)
-    scored: list[tuple[int, ScoredTokens]] = field(default_factory=list)  # (handle, prompt tokens), before the tokens
+    scored: list[tuple[int, ScoredTokens]] = field(default_factory=list)  # (handle, prompt tokens); precedes the tokens
 
 
 class Outbox:
-    """Collects the news until the shell fetches it. Owned by the core."""
+    """Output since the last ``take``. Owned by the core."""
 
     def __init__(self) -> None:
         self._deltas: list[tuple[int, Delta]] = []
@@ -33,13 +33,15 @@ class Outbox:
         self._scored: dict[int, list[tuple[int, ScoredTokens]]] = defaultdict(list)
 
     def score(self, sink: int, handle: int, scored: ScoredTokens) -> None:
+        """Add log-probabilities of prompt tokens."""
         self._scored[sink].append((handle, scored))
 
     def finish(self, sink: int, finish: Finish) -> None:
+        """Add the end of a sample."""
         self._finished[sink].append(finish)
 
     def tokens(self, result: StepResult, sinks: np.ndarray, handles: np.ndarray) -> None:
-        """Tokens of one step; ``sinks`` and ``handles`` stand beside ``result.slots``."""
+        """Add the tokens of one step. ``sinks`` and ``handles`` have one entry for each of ``result.slots``."""
         if len(sinks) == 0:
             return
         if (sinks == sinks[0]).all():
@@ -50,7 +52,7 @@ class Outbox:
             self._add(int(sinks[rows[0]]), result, handles, rows)
 
     def take(self, step: int) -> list[tuple[int, Delta]]:
-        """Everything since the last call, as (sink, delta)."""
+        """Return the output since the last call as (sink, delta). ``step`` is the number of deltas without tokens."""
         deltas, self._deltas = self._deltas, []
         if self._finished or self._scored:
             by_sink = dict(deltas)

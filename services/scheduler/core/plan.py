@@ -1,4 +1,4 @@
-"""A step while it is planned, and what is wrong with a result."""
+"""The plan of a step while it is built."""
 
 from dataclasses import dataclass, field
 
@@ -16,27 +16,15 @@ NO_FLOATS = np.zeros(0, np.float32)
 NO_TOKENS = np.zeros(0, np.uint32)
 
 
-def no_slots() -> np.ndarray:
-    return NO_SLOTS
-
-
-def no_floats() -> np.ndarray:
-    return NO_FLOATS
-
-
-def no_tokens() -> np.ndarray:
-    return NO_TOKENS
-
-
 @dataclass(eq=False)
 class PlannedStep:
-    """A plan while it is built, and what observers read of it. Empty arrays mean that nothing of the kind happens."""
+    """A plan while it is built, with facts for observers. Empty arrays and lists mean that there are no entries."""
 
     step: int
     released: list[int] = field(default_factory=list)  # slots
     admissions: list[Admission] = field(default_factory=list)
-    append_slots: np.ndarray = field(default_factory=no_slots)
-    append_pages: np.ndarray = field(default_factory=no_slots)
+    append_slots: np.ndarray = field(default_factory=lambda: NO_SLOTS)  # int64
+    append_pages: np.ndarray = field(default_factory=lambda: NO_SLOTS)  # beside append_slots
     copies: list[tuple[int, int]] = field(default_factory=list)  # (source page, target page)
     batch: Batch | None = None  # None = as in the previous plan
     groups: Groups | None = None  # None = as in the previous plan
@@ -48,11 +36,11 @@ class PlannedStep:
     sampling: list[np.ndarray] = field(default_factory=list)  # slots of the rows that sample a token
     admitted_ids: list[str] = field(default_factory=list)
     released_ids: list[str] = field(default_factory=list)
-    preempted_ids: list[str] = field(default_factory=list)  # of the released
+    preempted_ids: list[str] = field(default_factory=list)  # a part of released_ids
     hydragen_groups: int = 0
     hydragen_rows: int = 0
     micro_batches: int = 1
-    postponed: bool = False  # admissions wait for a later plan
+    postponed: bool = False  # samples wait that this plan did not try to admit
 
     def to_plan(self) -> Plan:
         """Return the plan that the worker gets."""

@@ -1,4 +1,4 @@
-"""What the operator chose."""
+"""Choices of the operator."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,14 @@ from services.scheduler.core.request import AdmissionMode, Priority
 
 @dataclass(frozen=True)
 class Policy:
-    """Flags of the scheduler, in the core's words."""
+    """Flags of the scheduler that concern the core."""
 
-    steps_ahead: int = 2  # plans in flight, to begin with
+    steps_ahead: int = 2  # initial limit of plans in flight
     prefix_caching: bool = True
     max_queued: int = 65536  # samples
-    mode: AdmissionMode = AdmissionMode.PREDICTED  # of requests that name none
-    guaranteed_classes: frozenset[Priority] = frozenset()  # their requests are guaranteed unless they say otherwise
-    margin: float = 1.0  # standard deviations of the pages in use that stay free for wrong predictions
-    ageing_s: float = 30.0  # a class that waits rises by one for so many seconds; 0 = never
+    mode: AdmissionMode = AdmissionMode.PREDICTED  # of requests without a mode
+    guaranteed_classes: frozenset[Priority] = frozenset()  # the mode of their requests is GUARANTEED by default
+    margin: float = 1.0  # free pages kept for wrong predictions, in standard deviations of the pages in use
+    ageing_s: float = 30.0  # waiting time after which a class counts as the next higher class; 0 = never
     hydragen: HydragenPolicy | None = None
     micro_batches: int = 1

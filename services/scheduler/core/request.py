@@ -1,4 +1,4 @@
-"""What is asked for, in the scheduler's own words: a request, and the samples it is made of."""
+"""Requests, their samples, and the sizes of a worker."""
 
 import enum
 from collections.abc import Hashable
@@ -13,7 +13,7 @@ from services.scheduler.core.stopping.automaton import Automaton
 
 
 class Priority(enum.IntEnum):
-    """Classes of the waiting queue; the order of the enum is the order of service, lowest value first."""
+    """Priority classes of the waiting queue. The lowest value is served first."""
 
     HIGH = 0
     NORMAL = 1
@@ -21,14 +21,14 @@ class Priority(enum.IntEnum):
 
 
 class AdmissionMode(enum.IntEnum):
-    """How long a sequence is taken to run when it is admitted; numbered as in the contract."""
+    """Assumption about the length of a sequence when it is admitted. Numbered as in the contract."""
 
-    PREDICTED = 1  # as long as others of its class did; may be preempted when that was wrong
-    GUARANTEED = 2  # to its limit: never preempted
+    PREDICTED = 1  # the predicted length; the sequence is preempted if pages run out
+    GUARANTEED = 2  # the longest possible length; the sequence is never preempted
 
 
 class FinishReason(enum.IntEnum):
-    """Numbered as in the contract."""
+    """Reason for the end of a sample. Numbered as in the contract."""
 
     STOP = 1
     LENGTH = 2
@@ -39,35 +39,35 @@ class FinishReason(enum.IntEnum):
 
 @dataclass(eq=False)
 class Request:
-    """One accepted request. From ``limit`` on, its fields belong to the scheduler's core."""
+    """A request of a client. Only the core uses the fields from ``limit`` on."""
 
     request_id: str
-    tokens: np.ndarray  # [all tokens known at submission] uint32; a resumed tail included
+    tokens: np.ndarray  # uint32: the prompt, and the resumed tail of an answer
     sampling: SamplingSettings
-    max_tokens: int | None = None  # None: what is left of the context
+    max_tokens: int | None = None  # None: the rest of the context
     min_tokens: int = 0
-    stop_token_ids: frozenset[int] = frozenset()  # the model's own set included unless it is ignored
+    stop_token_ids: frozenset[int] = frozenset()  # with those of the model, unless the request ignores them
     automaton: Automaton | None = None  # of the stop strings
     n: int = 1
     priority: Priority = Priority.NORMAL
     deadline_ms: int | None = None  # milliseconds of the monotonic clock
-    mode: AdmissionMode | None = None  # None: the policy's
-    length_class: str = ""  # requests whose answers are alike in length; "": those of like max_tokens
-    fairness_key: str = ""  # who it is for
+    mode: AdmissionMode | None = None  # None: that of the policy
+    length_class: str = ""  # label of requests with answers of similar length; "": by max_tokens
+    fairness_key: str = ""  # requests of different keys share the worker equally
     cache_salt: str = ""
     traceparent: str = ""  # of the caller, for logs and spans
-    traced: str = ""  # the traceparent of its own span, for the worker's; "": it is not traced
-    resumed_tokens: int = 0  # tail of `tokens` that an earlier scheduler generated
-    first_sample_index: int = 0  # what the noise of sample 0 is drawn for
-    stop_state: int = 0  # of the automaton after the resumed tail
-    sink: int = 0  # where the output goes: the owner of the handles
-    handle: int = 0  # sample i answers to handle + i
-    scored: int = 0  # prompt tokens, behind the first, whose log-probabilities were sent or are not wanted
-    limit: int = 0  # length at which a sample ends
+    traced: str = ""  # the traceparent of its own span, sent to the worker; "": not traced
+    resumed_tokens: int = 0  # tokens at the end of ``tokens`` that another scheduler generated
+    first_sample_index: int = 0  # index of sample 0 in the sampling noise
+    stop_state: int = 0  # state of the automaton after the resumed tail
+    sink: int = 0  # destination of the output
+    handle: int = 0  # of sample 0; sample i has handle + i
+    scored: int = 0  # prompt tokens after the first with log-probabilities that were sent or are not wanted
+    limit: int = 0  # greatest length of a sample, prompt included
     guaranteed: bool = True
-    length_class_id: int = 0  # of the length predictor
-    cost: int = 1  # tokens that a sample is expected to take, for fairness
-    salt: Hashable = ""  # of the prefix tree
+    length_class_id: int = 0  # class of the length predictor
+    cost: int = 1  # expected tokens of a sample, for fairness
+    salt: Hashable = ""  # requests with different salts share no pages
     samples: list["Sample"] = field(default_factory=list)
     unfinished: int = 0  # samples without a Finish
     waiting: int = 0  # samples in the queue
@@ -75,57 +75,58 @@ class Request:
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt proper, without a resumed tail."""
+        """The length of the prompt, without a resumed tail."""
         return len(self.tokens) - self.resumed_tokens
 
     @property
     def unscored(self) -> bool:
-        """Log-probabilities of its prompt are still to come: cached tokens have none."""
+        """True while wanted log-probabilities of the prompt are missing. Cached tokens have none."""
         return self.sampling.prompt_logprobs is not None and self.scored < self.prompt_tokens - 1
 
 
 @dataclass(eq=False)
 class PromptShare:
-    """The prompt's pages, computed once by a request's first sample and held for the siblings still waiting.
+    """The pages of a prompt, computed by the first sample of a request and held for the samples that wait.
 
-    They are ``node`` of the prefix tree and, when the prompt does not end with a page, one page more, which siblings
-    copy: the leader's own, or the share's when the leader is gone.
+    The first sample is the leader. The pages are those of ``node`` in the prefix tree. If the prompt does not end at
+    the end of a page, its last page is in addition: the other samples copy it. It belongs to the leader, or to the
+    share after the leader has left.
     """
 
-    leader: "Sample | None"  # None: it has left
-    ready_step: int = 0  # first step whose plan may use the pages; 0 while being computed
+    leader: "Sample | None"  # None: it left its slot
+    ready_step: int = 0  # first step whose plan may use the pages; 0 until it is known
     node: int = 0
     last_page: int = -1  # -1 = none
     owns_last_page: bool = False
 
 
 class Sample:
-    """One answer in the making. The step path works on the slot arrays; this is its life before and after."""
+    """An answer that is generated. While it has a slot, its current values are in ``Slots``."""
 
     __slots__ = (
         "accepted_ns", "arrival", "cached_tokens", "computed_before", "finished", "first_plan_ns", "first_token_ns",
-        "generated", "handle", "index", "known", "last_token_ns", "overtaken", "preemptions", "reach", "request",
-        "slot", "stop_state", "strikes", "strikes_alone", "yields",
+        "generated", "handle", "index", "known", "last_token_ns", "losses", "losses_alone", "overtaken",
+        "preempted_for_others", "preemptions", "reach", "request", "slot", "stop_state",
     )  # fmt: skip
 
     def __init__(self, request: Request, offset: int, arrival: int, accepted_ns: int) -> None:
         self.request = request
         self.handle = request.handle + offset
-        self.index = request.first_sample_index + offset  # what the noise is drawn for
+        self.index = request.first_sample_index + offset  # in the sampling noise
         self.arrival = arrival  # order of service within a class
         self.accepted_ns = accepted_ns
         self.slot = -1  # -1 while waiting
         self.finished = False
-        self.generated = np.zeros(0, np.uint32)  # of an interrupted sample: tokens behind request.tokens
-        self.stop_state = request.stop_state  # of the automaton, local numbering
-        self.computed_before = 0  # tokens that were computed before the interruption
-        self.known = len(request.tokens)  # tokens, when it left its slot last
-        # Of the quarantine: lost workers since it was past `reach`, and how many of them while it ran alone; `reach` is
-        # the length that it would have had, had the worker answered what it held.
-        self.strikes = self.strikes_alone = self.reach = 0
+        self.generated = np.zeros(0, np.uint32)  # tokens after request.tokens, of an interrupted sample
+        self.stop_state = request.stop_state  # local state of the automaton
+        self.computed_before = 0  # tokens computed before the interruption
+        self.known = len(request.tokens)  # tokens, as of its last release from a slot
+        # For the quarantine: workers lost at this length, and those lost while the sample ran alone. ``reach`` is the
+        # length that it would have had after the plans in flight.
+        self.losses = self.losses_alone = self.reach = 0
         self.preemptions = 0
-        self.yields = 0  # times that it made way for a higher class or another key
-        self.overtaken = 0  # samples admitted before it while it was first and did not fit
+        self.preempted_for_others = 0  # preemptions for a higher class or another key
+        self.overtaken = 0  # samples that were admitted before it while it was the first and did not fit
         self.cached_tokens = -1  # -1 until first admitted
         self.first_plan_ns = 0
         self.first_token_ns = 0
@@ -133,30 +134,22 @@ class Sample:
 
     @property
     def tokens(self) -> np.ndarray:
-        """Everything known: prompt and what was generated before an interruption."""
+        """All known tokens, uint32: the prompt, and the tokens generated before an interruption."""
         return np.concatenate((self.request.tokens, self.generated)) if len(self.generated) else self.request.tokens
 
     @property
     def given(self) -> int:
+        """The number of known tokens."""
         return len(self.request.tokens) + len(self.generated)
 
     @property
     def guaranteed(self) -> bool:
-        """A sample that was preempted twice is guaranteed from then on: nothing is computed over and over."""
+        """True if it is never preempted. After two preemptions this holds for every sample, so that all complete."""
         return self.request.guaranteed or self.preemptions >= 2
-
-    @property
-    def cost(self) -> int:
-        return self.request.cost
-
-    @property
-    def outstanding(self) -> int:
-        """Prompt tokens to compute and answer tokens to generate at most."""
-        return self.request.limit
 
 
 class Finish(NamedTuple):
-    """The end of one sample; everything about it that is sent once."""
+    """The end of a sample, with the facts about it that are sent once."""
 
     handle: int
     reason: FinishReason
@@ -169,12 +162,12 @@ class Finish(NamedTuple):
     preemptions: int = 0
     stop_token_id: int | None = None
     stop_string: tuple[int, int] | None = None  # (index, trailing bytes)
-    error: TokaError | None = None  # of reason ERROR, or CANCELLED by an operator
+    error: TokaError | None = None  # with ERROR, and with CANCELLED by an operator
 
 
 @dataclass(frozen=True)
 class WorkerShape:
-    """Sizes the worker announces; every limit of the core follows from them."""
+    """Sizes and capabilities of a worker. All limits of the core follow from them."""
 
     page_size: int
     page_count: int
@@ -185,15 +178,16 @@ class WorkerShape:
     max_top_logprobs: int = 20
     prompt_logprobs: bool = False
     grammars: bool = False
-    hydragen: bool = True  # takes groups that share a prefix
+    hydragen: bool = True  # supports groups that share a prefix
     processed_logprobs: bool = False
     thinking_budgets: bool = False
 
     @property
     def max_running(self) -> int:
-        """A sequence that decodes takes a token of every step, so no more run than a step has tokens."""
+        """The most sequences that run together. Each takes a token of every step."""
         return min(self.max_slots, self.max_tokens_per_step)
 
     @property
     def pool_tokens(self) -> int:
+        """The number of tokens that the KV cache holds."""
         return self.page_count * self.page_size

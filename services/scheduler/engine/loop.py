@@ -10,11 +10,11 @@ import structlog
 
 from services.common.errors import TokaError
 from services.common.plan.codec import encode_plan
-from services.scheduler.core.future.summary import PageForecast, forecast_pages
+from services.scheduler.core.future.admission import PageForecast, forecast_pages
 from services.scheduler.core.plan import PlannedStep, WrongAnswer
 from services.scheduler.core.request import Request, WorkerShape
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.step.load import Load
+from services.scheduler.core.step.load import Load, read_load
 from services.scheduler.engine.events import Events, HeartbeatReply, PlanEvent, Rejected
 from services.scheduler.engine.inbox import Call, Inbox
 from services.scheduler.engine.loop_stages import LoopStages
@@ -169,7 +169,7 @@ class EngineLoop:
     def _until_due(self) -> float | None:
         """Return the seconds until the next deadline, report, log line or timeout, or None without one."""
         due = []
-        if (deadline_ms := self._core.next_deadline_ms()) is not None:
+        if (deadline_ms := self._core.deadlines.next_ms()) is not None:
             due.append(deadline_ms / 1000 - time.monotonic())
         if self._stream is not None and self._core.plans_in_flight:
             due.append(self._step_timeout.until_check())
@@ -195,8 +195,8 @@ class EngineLoop:
             if core.plans_in_flight < state.queue.steps_ahead and (later_s := self._hold_plan(begun)):
                 self._send_at = begun + later_s
                 return
-            hurry = pace.is_starving(begun, state.queue.steps_ahead)
-            plan = core.plan(time.monotonic_ns(), hurry=hurry)
+            light = pace.is_starving(begun, state.queue.steps_ahead)
+            plan = core.plan(time.monotonic_ns(), light=light)
             self._stages.planned()
             if plan is None:
                 return
@@ -272,7 +272,7 @@ class EngineLoop:
         if self._recorder is not None:
             self._recorder.disconnected(reason)
         self._core.state.queue.counters.worker_restarts += 1
-        facts = {"waiting": len(self._core.state.queue.waiting), "suspects": self._core.suspects}
+        facts = {"waiting": len(self._core.state.queue.waiting), "suspects": self._core.quarantine.suspects}
         (log.info if stopping else log.warning)("worker lost", reason=reason, **facts)
 
     def _abandon(self, stream: WorkerStream, reason: str) -> None:
@@ -306,7 +306,8 @@ class EngineLoop:
     @property
     def not_ready_reason(self) -> str:
         """The reason, or an empty string if it is ready. Use this and the following on the loop's thread."""
-        return self._readiness.not_ready_reason or self._core.distrust or self._planning_timeout.reason
+        unreliable_reason = self._core.quarantine.unreliable_reason
+        return self._readiness.not_ready_reason or unreliable_reason or self._planning_timeout.reason
 
     @property
     def ready(self) -> bool:
@@ -318,9 +319,16 @@ class EngineLoop:
         return self._stream is not None
 
     def load(self) -> Load:
-        if bool(self._forecast) != self._core.state.attached:  # the worker has connected or disconnected
-            self._forecast = forecast_pages(self._core.state)
-        return self._core.load(not_ready_reason=self.not_ready_reason, forecast=self._forecast)
+        core = self._core
+        if bool(self._forecast) != core.state.attached:  # the worker has connected or disconnected
+            self._forecast = forecast_pages(core.state)
+        return read_load(
+            core.state,
+            not_ready_reason=self.not_ready_reason,
+            plans_in_flight=core.plans_in_flight,
+            step_s=core.step_s,
+            forecast=self._forecast,
+        )
 
     def _busy(self) -> bool:
         return bool(

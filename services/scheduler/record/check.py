@@ -1,4 +1,4 @@
-"""Holds a recording against the worker's contract, plan by plan."""
+"""Checks a recording against the worker's contract, plan by plan."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,28 +11,28 @@ from services.scheduler.record.worker_state import WorkerState
 
 @dataclass
 class Findings:
-    """What is in a recording, as far as it keeps the contract."""
+    """Contents of a recording up to the first violation of the contract."""
 
     plans: int = 0
-    unanswered: int = 0  # plans at the end
+    unanswered: int = 0  # plans at the end without a result
     tokens: int = 0  # sampled
     prefilled_tokens: int = 0
     sequences: set[SequenceName] = field(default_factory=set)
-    admissions: int = 0  # more than sequences: some were interrupted and came back
+    admissions: int = 0  # includes those of preempted sequences
     failures: int = 0
     peak_pages: int = 0
-    violation: str = ""  # empty = none; what follows it was not looked at
-    damage: str = ""  # why the file cannot be read, or no further; empty = it can
-    ending: str = ""  # empty = not read so far
+    violation: str = ""  # empty = none; the rest of the recording is not checked
+    damage: str = ""  # the reason why the file cannot be read completely; empty = it can
+    ending: str = ""  # of the recording; empty = not reached
 
     @property
     def good(self) -> bool:
-        """Nothing is wrong as far as the file goes; it may hold no plan."""
+        """True without a violation and damage. The file may have no plan."""
         return not self.violation and not self.damage
 
 
 def check_file(path: Path) -> Findings:
-    """``check``, and a file that does not even begin as a recording is a finding too."""
+    """Check the recording ``path``. A file that is not a recording is a finding."""
     try:
         return check(Recording(path))
     except RecordingError as error:
@@ -40,7 +40,7 @@ def check_file(path: Path) -> Findings:
 
 
 def check(recording: Recording) -> Findings:
-    """Streams: memory grows with the sequences only."""
+    """Check ``recording`` step by step. Memory grows only with the number of sequences."""
     state, found = WorkerState(recording), Findings()
     try:
         for step in recording.steps():
@@ -53,8 +53,8 @@ def check(recording: Recording) -> Findings:
             found.sequences.update(name for name in names if name is not None)
         found.ending = recording.ending
     except Violation as violation:
-        who = "" if violation.slot is None else f" ({state.occupants.name(violation.slot)})"
-        found.violation = f"{violation}{who}"
+        sequence = "" if violation.slot is None else f" ({state.occupants.name(violation.slot)})"
+        found.violation = f"{violation}{sequence}"
     except RecordingError as error:
         found.damage = str(error)
     found.prefilled_tokens, found.peak_pages = state.checker.prefilled_tokens, state.checker.peak_pages

@@ -1,8 +1,8 @@
 """Checks recorded plans: the contract, and the contents of every page.
 
-``services.common.plan.rules`` judges each plan. The checker also follows what pages hold: for every position of every
-page it keeps a hash of all tokens up to there. A plan breaks this if a sequence would read anything else from a page,
-because the page was reused too early, shared wrongly or copied too late.
+``services.common.plan.rules`` checks each plan. In addition, the checker stores a hash of all tokens up to every
+position of every page. A plan is wrong if a sequence would read other tokens from a page, because the page was reused
+too early, shared wrongly, or copied too late.
 """
 
 import numpy as np
@@ -25,15 +25,15 @@ from services.scheduler.record.violation import (
 )
 from tokasaurus.worker.v1 import plan_pb2
 
-UNKNOWN_TOKEN = np.uint32(0xFFFFFFFF)  # stands for a token that was not recorded
+UNKNOWN_TOKEN = np.uint32(0xFFFFFFFF)  # placeholder for a token that was not recorded
 _NONE = np.zeros(0, np.int64)
 
 
 class PlanChecker:
-    """Plays one worker from its connection on: ``apply`` each plan, then call ``sampled`` or ``answered``.
+    """A simulated worker. Call ``apply`` with each plan, then ``sampled`` or ``result_received``.
 
-    After a violation its state means nothing. Arrays are over slots; entries of free slots mean nothing. Used by one
-    thread at a time.
+    After a violation, its state is undefined. Arrays are over slots, and entries of free slots are undefined. Used by
+    one thread at a time.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -41,21 +41,21 @@ class PlanChecker:
         count, pages, size = limits.max_slots, limits.page_count, limits.page_size
         self.slots = SlotState(limits)
         self.last = LastPlan()
-        self.hash = np.zeros(count, np.uint64)  # of the computed tokens
-        self.last_token = np.zeros(count, np.uint32)  # of the known ones
-        self.top_asked = np.full(count, NOT_ASKED)  # top log-probabilities; NOT_ASKED = not even the token's own
-        self.processed = np.zeros(count, bool)  # log-probabilities are of the distribution drawn from
-        self._scored: dict[int, Admission] = {}  # by slot, those with prompt_logprobs
-        self.scores_due: dict[int, ScoresDue] = {}  # by slot, of the plan applied last
-        self.prompts: dict[int, np.ndarray] = {}  # by slot, the tokens of the admission, uint32
+        self.hash = np.zeros(count, np.uint64)  # hash of the computed tokens
+        self.last_token = np.zeros(count, np.uint32)  # last known token
+        self.top_asked = np.full(count, NOT_ASKED)  # number of top log-probabilities; NOT_ASKED = no log-probabilities
+        self.processed = np.zeros(count, bool)  # log-probabilities are of the processed distribution
+        self._scored: dict[int, Admission] = {}  # by slot, admissions with prompt_logprobs
+        self.scores_due: dict[int, ScoresDue] = {}  # by slot, for the last plan
+        self.prompts: dict[int, np.ndarray] = {}  # by slot, tokens of the admission, uint32
         self._prompt_hashes: dict[int, np.ndarray] = {}
         self._last_prompt: tuple[np.ndarray, np.ndarray] = (_NONE, _NONE)  # tokens and hashes
-        self.holders = np.zeros(pages, np.int64)  # page tables that name the page
+        self.holders = np.zeros(pages, np.int64)  # number of page tables with the page
         self.kv = np.zeros((pages, size), np.uint64)
-        self.page_tokens = np.zeros((pages, size), np.uint32)  # the last token of each hash
-        self._sampling = _NONE  # slots that sampled in the plan applied last
-        self._answered = True  # the tokens that they sampled are in the state
-        # Pages that this plan gives to write on, as (slot or slots, pages).
+        self.page_tokens = np.zeros((pages, size), np.uint32)  # last token of each hash
+        self._sampling = _NONE  # slots for which the last plan samples a token
+        self._complete = True  # the sampled tokens of the last plan are known
+        # Pages that this plan gives to sequences to write on, as (slot or slots, pages).
         self._fresh: list[tuple[int | np.ndarray, np.ndarray]] = []
         self.pages_in_use = self.peak_pages = 0
         self.prefilled_tokens = 0  # tokens of admissions that were computed
@@ -63,15 +63,15 @@ class PlanChecker:
     # -- one step
 
     def apply(self, message: plan_pb2.StepPlan) -> np.ndarray:
-        """Run one plan. Return the slots that sample a token, int64 in batch order. Raises ``PlanViolation``."""
-        if not self._answered:
+        """Apply a plan. Return the slots that sample a token, int64 in batch order. Raises ``PlanViolation``."""
+        if not self._complete:
             raise RuntimeError(f"step {self.last.step}: call `sampled` before the next plan")
         plan = decode_plan(message)
         try:
             check_plan(plan, self.last, self.slots, self.limits)
             self._change(plan)
             self.last = self.last.followed_by(plan)
-            self._sampling, self._answered = self._forward(self.last.batch.slots, self.last.batch.token_counts), False
+            self._sampling, self._complete = self._forward(self.last.batch.slots, self.last.batch.token_counts), False
         except (BrokenPlan, StalePlan) as breach:
             violation = PlanViolation(breach.message, slot=breach.slot)
             violation.step = plan.step
@@ -82,14 +82,16 @@ class PlanChecker:
         return self._sampling
 
     def sampled(self, tokens: np.ndarray) -> None:
-        """Take the tokens beside the slots that ``apply`` returned, uint32; ``UNKNOWN_TOKEN`` where there is none."""
-        slots, self._answered = self._sampling, True
+        """Add the tokens of the slots that ``apply`` returned: uint32, ``UNKNOWN_TOKEN`` for a missing token."""
+        slots, self._complete = self._sampling, True
         self.last_token[slots] = tokens
         self.slots.known[slots] += 1
 
-    def answered(self, result: plan_pb2.StepResult | None) -> int:
-        """Take the worker's result, None if it was not recorded. Return the number of tokens. Raises
-        ``ResultViolation``."""
+    def result_received(self, result: plan_pb2.StepResult | None) -> int:
+        """Check and apply the result of the plan, or None if it was not recorded. Return the number of tokens.
+
+        Raises ``ResultViolation``.
+        """
         tokens = np.full(len(self._sampling), UNKNOWN_TOKEN, np.uint32)
         if result is None:
             self.sampled(tokens)
@@ -98,7 +100,7 @@ class PlanChecker:
         failed = [failure.slot for failure in result.failures]
         good = np.isin(self._sampling, failed, invert=True)
         try:
-            expect(result.step == self.last.step, f"it answers step {result.step}")
+            expect(result.step == self.last.step, f"it is the result of step {result.step}")
             expect(len(given) == len(slots), f"{len(given)} tokens for {len(slots)} slots")
             if not np.array_equal(self._sampling[good], slots) or len(failed) != np.count_nonzero(~good):
                 wrong = sorted(set(self._sampling.tolist()) ^ {*slots.tolist(), *failed})
@@ -151,9 +153,9 @@ class PlanChecker:
         slot, cached, settings = admission.slot, admission.cached_tokens, admission.sampling
         tokens, pages = admission.token_ids.astype(np.uint32), admission.pages
         if has_repeats(pages):
-            raise PlanViolation("a page twice in one page table", slot=slot)
+            raise PlanViolation("the page table has a page twice", slot=slot)
         self.slots.admit(admission)
-        if not np.array_equal(tokens, self._last_prompt[0]):  # siblings come together
+        if not np.array_equal(tokens, self._last_prompt[0]):  # samples of a request are admitted together
             self._last_prompt = tokens, prefix_hashes(tokens)
         self.prompts[slot], self._prompt_hashes[slot] = tokens, hashes = self._last_prompt
         self.hash[slot] = hashes[cached - 1] if cached else 0
@@ -170,17 +172,19 @@ class PlanChecker:
         np.add.at(self.holders, pages, 1)
 
     def _check_fresh(self) -> None:
-        """Check that pages which the plan gives to write on are in one page table only."""
+        """Check that the pages which the plan gives to write on are in one page table only."""
         pages = np.concatenate([pages for _, pages in self._fresh])
         alone = self.holders[pages] == 1
         if not alone.all():
             slots = np.concatenate([np.broadcast_to(slots, pages.shape) for slots, pages in self._fresh])
-            require_each(alone, "given to be written on, and another sequence holds it", slots=slots, pages=pages)
+            require_each(alone, "given out to write on, but another sequence holds it", slots=slots, pages=pages)
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         fresh = np.concatenate([pages for _, pages in self._fresh]) if self._fresh else _NONE
         require_each(
-            np.isin(targets, fresh), "copied onto, and this plan gives it to nobody to write on", pages=targets
+            np.isin(targets, fresh),
+            "the target of a copy, but not given out by this plan",
+            pages=targets,
         )
         self.kv[targets] = self.kv[sources]
         self.page_tokens[targets] = self.page_tokens[sources]
@@ -219,10 +223,10 @@ class PlanChecker:
         return due
 
     def _compute_last(self, slots: np.ndarray) -> None:
-        """Compute the last known token of each slot: the one sampled last, or the last one given."""
+        """Compute the last known token of each slot, which was sampled or is the last token of the admission."""
         size, position, tokens = self.limits.page_size, self.slots.computed[slots], self.last_token[slots]
         pages = self.slots.page_table[slots, position // size]
-        require_each(self.holders[pages] == 1, "written to, and others hold it too", slots=slots, pages=pages)
+        require_each(self.holders[pages] == 1, "written to, but other sequences hold it", slots=slots, pages=pages)
         self.hash[slots] = next_hashes(self.hash[slots], tokens)
         self.kv[pages, position % size] = self.hash[slots]
         self.page_tokens[pages, position % size] = tokens
@@ -230,13 +234,12 @@ class PlanChecker:
         self.prefilled_tokens += int(np.count_nonzero(position < self.slots.given[slots]))
 
     def _prefill(self, slot: int, count: int) -> None:
-        """Compute ``count`` tokens of the admission; no others are known."""
+        """Compute ``count`` tokens of the admission."""
         size, start = self.limits.page_size, int(self.slots.computed[slot])
         positions = np.arange(start, start + count)
         pages = self.slots.page_table[slot, positions // size]
-        if not (self.holders[pages] == 1).all():
-            page = int(pages[self.holders[pages] != 1][0])
-            raise PlanViolation("written to, and others hold it too", slot=slot, page=page)
+        slots = np.broadcast_to(slot, pages.shape)
+        require_each(self.holders[pages] == 1, "written to, but other sequences hold it", slots=slots, pages=pages)
         self.kv[pages, positions % size] = self._prompt_hashes[slot][positions]
         self.page_tokens[pages, positions % size] = self.prompts[slot][positions]
         self.hash[slot] = self._prompt_hashes[slot][start + count - 1]

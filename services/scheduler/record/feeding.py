@@ -1,4 +1,4 @@
-"""Gives a worker the plans of a recording again and compares what it answers."""
+"""Sends the plans of a recording to a worker again, and compares the results."""
 
 import queue
 from collections import deque
@@ -14,38 +14,39 @@ from tokasaurus.worker.v1 import plan_pb2, record_pb2, worker_pb2, worker_pb2_gr
 _MOST_DIFFERENCES = 20  # lines
 _SCHEDULER_ID = "toka-replay"
 
-_Requests = queue.SimpleQueue[worker_pb2.RunStepsRequest | None]  # None = no more
-_Answers = Iterator[worker_pb2.RunStepsResponse]
+_Requests = queue.SimpleQueue[worker_pb2.RunStepsRequest | None]  # None = end of the stream
+_Responses = Iterator[worker_pb2.RunStepsResponse]
 _Differing = dict[int, tuple[object, object]]  # slot -> (recorded, found)
 
 
 class Unsuitable(Exception):
-    """The worker cannot run these plans; the message says why."""
+    """The worker cannot run the plans of the recording. The message gives the reason."""
 
 
 @dataclass
 class Outcome:
-    """What came of a replay. A sequence whose token differs goes on from it: its later tokens may differ too."""
+    """Outcome of a replay. After a different token, later tokens of the sequence may differ too."""
 
     steps: int = 0
     tokens: int = 0  # recorded
-    different_tokens: int = 0  # another token, or one where there was none, or none where there was one
+    different_tokens: int = 0  # different, additional or missing tokens
     different_failures: int = 0
     different_steps: int = 0
-    differences: list[str] = field(default_factory=list)  # sentences about the first of them
-    # What decides on the tokens and is not as it was: a field of ``WorkerInfo`` -> {"recorded": ..., "worker": ...}.
+    differences: list[str] = field(default_factory=list)  # sentences about the first different steps
+    # Different facts of the workers that affect tokens: field of ``WorkerInfo`` -> {"recorded": ..., "worker": ...}.
     mismatch: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @property
     def same(self) -> bool:
+        """True if no step differs."""
         return not self.different_steps
 
 
 def feed(recording: Recording, address: str, dialer: Dialer = PLAIN) -> Outcome:
-    """Replay the answered plans of ``recording``, with as many on the wire as there were.
+    """Replay the plans of ``recording`` that have results, with the recorded number of plans in flight.
 
-    The worker at ``address`` is taken over: a scheduler that it serves loses it. Raises ``Unsuitable``,
-    ``RecordingError`` and, when the worker refuses or is lost, ``grpc.RpcError``.
+    A scheduler that uses the worker at ``address`` loses it. Raises ``Unsuitable``, ``RecordingError``, and
+    ``grpc.RpcError`` if the worker refuses the stream or is lost.
     """
     with dialer.open(address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -72,30 +73,30 @@ def feed(recording: Recording, address: str, dialer: Dialer = PLAIN) -> Outcome:
     return outcome
 
 
-def _run(recording: Recording, requests: _Requests, answers: _Answers) -> Outcome:
+def _run(recording: Recording, requests: _Requests, responses: _Responses) -> Outcome:
     outcome, occupants = Outcome(), Occupants()
-    on_the_wire: deque[tuple[record_pb2.PlanRecord, plan_pb2.StepResult]] = deque()
+    in_flight: deque[tuple[record_pb2.PlanRecord, plan_pb2.StepResult]] = deque()
     for step in recording.steps():
         if step.result is None:
             break
-        if len(on_the_wire) == recording.connected.plans_in_flight:
-            _compare(*on_the_wire.popleft(), _next(answers).result, occupants, outcome)
+        if len(in_flight) == recording.connected.plans_in_flight:
+            _compare(*in_flight.popleft(), _next(responses).result, occupants, outcome)
         requests.put(worker_pb2.RunStepsRequest(plan=step.plan.plan))
-        on_the_wire.append((step.plan, step.result.result))
-    while on_the_wire:
-        _compare(*on_the_wire.popleft(), _next(answers).result, occupants, outcome)
+        in_flight.append((step.plan, step.result.result))
+    while in_flight:
+        _compare(*in_flight.popleft(), _next(responses).result, occupants, outcome)
     return outcome
 
 
-def _next(answers: _Answers) -> worker_pb2.RunStepsResponse:
-    answer = next(answers, None)
-    if answer is None:
+def _next(responses: _Responses) -> worker_pb2.RunStepsResponse:
+    response = next(responses, None)
+    if response is None:
         raise Unsuitable("the worker ended the stream")
-    return answer
+    return response
 
 
 def _check_worker(recording: Recording, found: worker_pb2.WorkerInfo) -> None:
-    """Sizes only: what a plan needs beyond them (Hydragen, micro-batches) the worker refuses itself."""
+    """Check the sizes of the worker. It rejects other unsupported parts of plans itself. Raises ``Unsuitable``."""
     recorded, ranks = recording.info, found.tensor_parallel.size * found.pipeline_parallel.size
     if ranks > 1:
         raise Unsuitable(
@@ -126,7 +127,7 @@ def _check_worker(recording: Recording, found: worker_pb2.WorkerInfo) -> None:
 
 
 def _mismatch(recorded: worker_pb2.WorkerInfo, found: worker_pb2.WorkerInfo) -> dict[str, dict[str, str]]:
-    """A worker that differs here runs the plans as well: to see how its tokens differ may be what a replay is for."""
+    """Return the facts that affect tokens and differ. They are no error: a replay may be meant to compare them."""
     pairs = ((name, getattr(recorded, name), getattr(found, name)) for name in ("model", "dtype", "device"))
     return {name: {"recorded": then, "worker": now} for name, then, now in pairs if then != now}
 
@@ -159,7 +160,7 @@ def _tokens(result: plan_pb2.StepResult) -> dict[int, int]:
 
 
 def _differing(recorded: Mapping[int, object], found: Mapping[int, object]) -> _Differing:
-    """slot -> (recorded, found) where they are not the same; None = nothing."""
+    """Return slot -> (recorded, found) for the slots that differ. A missing value is None."""
     if recorded == found:
         return {}
     slots = sorted(recorded.keys() | found.keys())
@@ -170,7 +171,7 @@ def _describe(
     number: int, found: plan_pb2.StepResult, tokens: _Differing, failures: _Differing, occupants: Occupants
 ) -> str:
     if found.step != number:
-        return f"step {number}: the worker answered step {found.step}"
+        return f"step {number}: the worker returned the result of step {found.step}"
     if not tokens and not failures:
         return f"step {number}: the same tokens in another order of slots"
     kind, differing = ("token", tokens) if tokens else ("failure", failures)

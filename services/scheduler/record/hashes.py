@@ -1,4 +1,4 @@
-"""A hash of all tokens up to each position: two prefixes with the same hash are taken for the same."""
+"""Hashes of all tokens up to each position. Prefixes with the same hash are assumed to be equal."""
 
 from functools import lru_cache
 
@@ -10,20 +10,20 @@ _MODULUS = 1 << 64
 
 
 def prefix_hashes(tokens: np.ndarray) -> npt.NDArray[np.uint64]:
-    """uint64 ``[tokens]``: entry i is entry i - 1 times ``FACTOR``, plus token i, plus 1, modulo 2**64."""
+    """Return uint64 ``[tokens]``: entry i is entry i - 1 times ``FACTOR``, plus token i, plus 1, modulo 2**64."""
     rising, falling = _powers(1 << len(tokens).bit_length())
     terms = (tokens.astype(np.uint64) + np.uint64(1)) * falling[: len(tokens)]
     return np.cumsum(terms, dtype=np.uint64) * rising[: len(tokens)]
 
 
 def next_hashes(hashes: npt.NDArray[np.uint64], tokens: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
-    """The hashes (uint64) after one more token each."""
+    """Return the hashes after one more token each: uint64."""
     return hashes * np.uint64(FACTOR) + tokens + np.uint64(1)
 
 
 @lru_cache(maxsize=32)
 def _powers(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """``FACTOR`` and its inverse to the powers 0 to ``count`` - 1: uint64 ``[count]`` each."""
+    """Return the powers 0 to ``count`` - 1 of ``FACTOR`` and of its inverse: uint64 ``[count]`` each."""
     exponents = []
     for base in (FACTOR, pow(FACTOR, -1, _MODULUS)):
         factors = np.full(count, base, np.uint64)

@@ -1,5 +1,6 @@
-"""``toka-inspect record=FILE_OR_DIR step=N | sequence=REQUEST_ID[:SAMPLE] | page=N``: a step, the life of a sequence,
-or the life of a page.
+"""The command ``toka-inspect record=FILE_OR_DIR step=N | sequence=REQUEST_ID[:SAMPLE] | page=N``.
+
+It shows a step, the history of a sequence, or the history of a page.
 """
 
 import sys
@@ -19,18 +20,18 @@ from services.scheduler.record.sequence_view import SequenceView
 from services.scheduler.record.step_view import StepView
 from services.scheduler.record.view import View, walk
 
-_WIDTH = 160  # columns, where the output is no terminal
+_WIDTH = 160  # columns, if the output is not a terminal
 
 
 class InspectConfig(Config):
-    """Show a step, the life of a sequence, or the life of a page from a recording."""
+    """Show a step, the history of a sequence, or the history of a page from a recording."""
 
-    variables: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # the environment is that of the services
+    variables: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # environment variables are for the services
 
     record: str = Field(description=RECORD)
     step: Int | None = Field(None, ge=1, description="show this step: its plan, its batch, its result")
-    sequence: str = Field("", description="show the life of REQUEST_ID, or of one of its samples: REQUEST_ID:SAMPLE")
-    page: Int | None = Field(None, ge=0, description="show who held this page, its copies and its tokens")
+    sequence: str = Field("", description="show the history of REQUEST_ID, or of one of its samples: REQUEST_ID:SAMPLE")
+    page: Int | None = Field(None, ge=0, description="show the holders of this page, its copies and its tokens")
 
 
 def main() -> None:
@@ -41,34 +42,35 @@ def main() -> None:
         paths = find_recordings(config.record)
     except RecordingError as error:
         fail(str(error))
-    shown, broken = inspect(paths, view, console)
+    shown, wrong = inspect(paths, view, console)
     if not shown:
         fail("the recording has no such step, sequence or page holder")
-    sys.exit(1 if broken else 0)
+    sys.exit(1 if wrong else 0)
 
 
 def inspect(paths: list[Path], view: Callable[[], View], console: Console) -> tuple[bool, bool]:
-    """Show a fresh view of each recording. Returns: anything shown; a damaged file met, or a plan that breaks the
-    contract.
+    """Show a new view of each recording. Return whether anything was shown, and whether a file was wrong.
+
+    A file is wrong if it is damaged, or if a plan violates the contract.
     """
-    shown = broken = False
+    shown = wrong = False
     for path in paths:
         seen = view()
         try:
             reason = walk(Recording(path), seen)
         except RecordingError as error:
             console.print(f"DAMAGED {error}", soft_wrap=True)
-            broken = True
+            wrong = True
             continue
         parts = seen.shown()
-        shown, broken = shown or bool(parts), broken or bool(reason)
+        shown, wrong = shown or bool(parts), wrong or bool(reason)
         if reason:
-            parts = [*parts, f"the recording cannot be followed any further: {reason}"]
+            parts = [*parts, f"the rest of the recording cannot be shown: {reason}"]
         if parts and len(paths) > 1:
             console.print(str(path), soft_wrap=True)
         for part in parts:
             console.print(part)
-    return shown, broken
+    return shown, wrong
 
 
 def _view(config: InspectConfig) -> Callable[[], View]:

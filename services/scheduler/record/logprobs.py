@@ -1,4 +1,4 @@
-"""Whether an answer has the log-probabilities that its rows asked for, and no others."""
+"""Check that a result has the log-probabilities that its rows request, and no others."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -13,11 +13,11 @@ NOT_ASKED = -1
 
 
 class ScoresDue(NamedTuple):
-    """Prompt tokens of one slot whose log-probabilities a step has to give."""
+    """Prompt tokens of a slot whose log-probabilities a result must have."""
 
-    start: int  # place in the sequence
+    start: int  # position in the sequence
     stop: int
-    top: int  # of the most likely tokens for each
+    top: int  # number of top log-probabilities for each
 
 
 def check_logprobs(
@@ -30,9 +30,10 @@ def check_logprobs(
 ) -> None:
     """Check the log-probabilities of ``result``, whose rows are ``slots [rows]``. Raises ``ResultViolation``.
 
-    ``asked [rows]`` int64 is how many top log-probabilities each row wants; ``NOT_ASKED`` = not even its token's own.
-    ``failed`` is the same of the rows that failed: arrays that only they asked for may be there. ``processed [rows]``
-    bool are rows that may have fewer, since fewer tokens can be drawn.
+    ``asked [rows]`` int64 is the number of top log-probabilities that each row requests. ``NOT_ASKED`` means that it
+    does not request the log-probability of its token either. ``failed`` is the same for the rows that failed: the
+    result may have arrays that only they request. ``processed [rows]`` bool are rows that may have fewer, as fewer
+    tokens can be drawn.
     """
     rows = len(slots)
     logprobs, wanted = read_float(result.logprobs), asked != NOT_ASKED
@@ -56,12 +57,12 @@ def check_logprobs(
 
 
 def check_scores(result: plan_pb2.StepResult, due: Mapping[int, ScoresDue], vocab_size: int) -> None:
-    """``due`` by slot: each comes once, whole, in parts that follow each other. Raises ``ResultViolation``."""
-    told = {slot: wanted.start for slot, wanted in due.items()}
+    """Check that ``result`` has the prompt tokens ``due`` of each slot once, in order. Raises ``ResultViolation``."""
+    received = {slot: wanted.start for slot, wanted in due.items()}
     for scores in result.prompts:
         slot, count = scores.slot, len(scores.logprobs)
-        expect(slot in due and scores.start == told[slot], f"scores of the token at {scores.start}", slot=slot)
-        told[slot] += count
+        expect(slot in due and scores.start == received[slot], f"scores of the token at {scores.start}", slot=slot)
+        received[slot] += count
         listed = count * due[slot].top
         lengths = len(scores.ranks), len(scores.top_token_ids), len(scores.top_logprobs)
         expect(lengths == (count, listed, listed), f"scores of {count} tokens with arrays of {lengths}", slot=slot)
@@ -69,4 +70,4 @@ def check_scores(result: plan_pb2.StepResult, due: Mapping[int, ScoresDue], voca
         expect(not np.isnan(values).any(), "a score that is not a number", slot=slot)
         expect((read_fixed32(scores.top_token_ids) < vocab_size).all(), "a top token outside the vocabulary", slot=slot)
     for slot, wanted in due.items():
-        expect(told[slot] == wanted.stop, f"scores up to {told[slot]}, due were {wanted.stop}", slot=slot)
+        expect(received[slot] == wanted.stop, f"scores up to {received[slot]}, due were {wanted.stop}", slot=slot)

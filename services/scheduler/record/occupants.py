@@ -1,4 +1,4 @@
-"""Which sequence is in which slot, as the plans say."""
+"""The sequences in the slots of a worker."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from tokasaurus.worker.v1 import record_pb2
 
 
 class SequenceName(NamedTuple):
-    """One sample of a request, as `toka-inspect sequence=` takes it."""
+    """Name of a sample, in the form of ``toka-inspect sequence=``."""
 
     request_id: str
     sample: int
@@ -16,21 +16,22 @@ class SequenceName(NamedTuple):
 
 
 class Occupants:
-    """Filled by one plan after another."""
+    """Sequences by slot, updated with each plan."""
 
     def __init__(self) -> None:
         self._names: dict[int, SequenceName] = {}
 
     def apply(self, record: record_pb2.PlanRecord) -> None:
-        """Releases, then admissions."""
+        """Apply the releases and then the admissions of a plan."""
         for slot in record.plan.release_slots:
             self._names.pop(slot, None)
         for admission, request_id in zip(record.plan.admissions, record.admitted_ids, strict=True):
             self._names[admission.slot] = SequenceName(request_id, admission.sampling.sample_index)
 
     def name(self, slot: int) -> str:
-        """The sequence in ``slot``; a dash when it is free."""
+        """Return the name of the sequence in ``slot``, or a dash if it is free."""
         return str(self._names.get(slot, "-"))
 
     def get(self, slot: int) -> SequenceName | None:
+        """Return the sequence in ``slot``, or None if it is free."""
         return self._names.get(slot)

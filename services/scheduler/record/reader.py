@@ -1,4 +1,4 @@
-"""Reads what `Recorder` wrote, entry by entry: a file may be larger than memory."""
+"""Reads the files of ``Recorder`` entry by entry, as a file may be larger than memory."""
 
 import os
 from collections import deque
@@ -15,11 +15,11 @@ from tokasaurus.worker.v1 import record_pb2
 _LONGEST_VARINT = 10  # bytes
 RECORD = "a recording (*.tkrec) that a scheduler wrote with record_plans=, or a directory of them"
 TORN = "it ends in the middle of an entry"
-OPEN = "it has no end: it is still being written, or its scheduler died"
+OPEN = "it has no end: it is still being written, or its scheduler was killed"
 
 
 class RecordingError(Exception):
-    """The file is no recording, or damaged. The message names it and says where."""
+    """The file is not a recording, or is damaged. The message has the file and the position."""
 
 
 class _Torn(Exception):
@@ -27,20 +27,20 @@ class _Torn(Exception):
 
 
 class RecordedStep(NamedTuple):
-    """A plan and its answer."""
+    """A plan and its result."""
 
     plan: record_pb2.PlanRecord
-    result: record_pb2.ResultRecord | None  # None = not answered before the recording ended
-    unanswered: int  # plans without an answer once this one was sent, itself included
+    result: record_pb2.ResultRecord | None  # None = no result before the end of the recording
+    unanswered: int  # plans in flight after this plan was sent
 
 
 class Recording:
-    """One file: one connection to one worker. ``steps`` may be called any number of times."""
+    """A file with one connection to one worker. ``steps`` may be called repeatedly."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ``RecordingError`` when it does not begin as a recording does."""
+        """Open the recording ``path``. Raises ``RecordingError`` if it does not begin like a recording."""
         self.path = path
-        self.ending = ""  # why the recording ends; known when ``steps`` is through
+        self.ending = ""  # the reason for the end, set when ``steps`` is exhausted
         first = next(self._entries(), None)
         if first is None or first.WhichOneof("entry") != "connected":
             raise RecordingError(f"{path}: no recording: it does not begin with the connection to a worker")
@@ -51,7 +51,7 @@ class Recording:
                 raise RecordingError(f"{path}: damaged: it begins with a worker of {name}=0")
 
     def steps(self) -> Iterator[RecordedStep]:
-        """In order; those at the end may be without an answer. Raises ``RecordingError``."""
+        """Yield the steps in order. The last steps may have no result. Raises ``RecordingError``."""
         waiting: deque[tuple[record_pb2.PlanRecord, int]] = deque()  # (plan, unanswered)
         self.ending = OPEN
         for entry in islice(self._entries(), 1, None):
@@ -63,7 +63,7 @@ class Recording:
                     if entry.result.result.step != expected:
                         raise RecordingError(
                             f"{self.path}: the result of step {entry.result.result.step} where that of {expected} is"
-                            " due: the file is damaged, or the worker answered out of turn"
+                            " due: the file is damaged, or the worker returned results in another order"
                         )
                     plan, unanswered = waiting.popleft()
                     yield RecordedStep(plan, entry.result, unanswered)
@@ -105,20 +105,21 @@ class Recording:
 
 
 def find_recordings(path: str) -> list[Path]:
-    """``path`` itself, or the recordings in the directory ``path``, oldest first; what is in them is not looked at.
-    Raises ``RecordingError`` when there is none.
+    """Return ``path``, or the recordings in the directory ``path``, oldest first, without reading them.
+
+    Raises ``RecordingError`` if there is none.
     """
-    place = Path(path)
-    if not place.exists():
+    given = Path(path)
+    if not given.exists():
         raise RecordingError(f"{path}: there is no such file or directory")
-    paths = sorted(place.glob(f"*{SUFFIX}")) if place.is_dir() else [place]
+    paths = sorted(given.glob(f"*{SUFFIX}")) if given.is_dir() else [given]
     if not paths:
         raise RecordingError(f"{path}: no recordings (*{SUFFIX}) in this directory")
     return paths
 
 
 def _next_payload(file: BinaryIO) -> bytes | None:
-    """One entry's bytes; None at the end of the file."""
+    """Return the bytes of the next entry, or None at the end of the file."""
     length, shift = 0, 0
     while True:
         byte = file.read(1)

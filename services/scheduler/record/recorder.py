@@ -1,4 +1,4 @@
-"""Keeps every plan and every result of a scheduler in files."""
+"""Writes the plans and results of a scheduler to files."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 SUFFIX = ".tkrec"
 _MIB = 1 << 20
 _MOST_WAITING_BYTES = 256 * _MIB
-_ENTRY_BYTES = 1024  # of what is around a message: roughly
+_ENTRY_BYTES = 1024  # approximate memory of an entry without its message
 _CLOSE_S = 10.0
 
 
@@ -32,12 +32,12 @@ def _create(path: Path) -> BinaryIO:
 
 
 class Recorder:
-    """Called on the step loop's thread, which it never keeps waiting: a thread of its own writes.
+    """Writer of recordings. Its methods are called on the step loop's thread, and its own thread writes.
 
-    Each connection to a worker has a file of its own in ``directory``, ``plans-<UTC time>-<process id>.tkrec``: a
-    sequence of ``Record`` messages, each behind its length as a varint. When the disk does not keep up or fails, the
-    recording ends for good with one error in the log: a file may be cut short, and says so if it still can, but it
-    never has a hole.
+    Each connection to a worker has its own file in ``directory``, ``plans-<UTC time>-<process id>.tkrec``. It is a
+    sequence of ``Record`` messages, each preceded by its length as a varint. If the disk fails or is too slow, the
+    recording ends until the scheduler restarts, with an error in the log. The file then lacks its end, and says so in
+    its last entry if possible. No entries are missing in between.
     """
 
     def __init__(
@@ -48,8 +48,10 @@ class Recorder:
         most_waiting_bytes: int = _MOST_WAITING_BYTES,
         open_file: Callable[[Path], BinaryIO] = _create,
     ) -> None:
-        """``most_waiting_bytes``: of messages that may wait for the disk; the last may go beyond. ``open_file``
-        creates the file of a connection. ``InvalidRequest`` when it may not write there.
+        """Start the writer. ``open_file`` creates the file of a connection.
+
+        ``most_waiting_bytes`` is the size of waiting messages at which recording ends. Raises ``InvalidRequest`` if the
+        process may not write to ``directory``.
         """
         self._directory = Path(directory)
         try:
@@ -68,10 +70,10 @@ class Recorder:
         self._scheduler_id = scheduler_id
         self._most_waiting_bytes = most_waiting_bytes
         self._open_file = open_file
-        self._put_bytes = 0  # so far; the step loop's
-        self._written_bytes = 0  # of them; the writer's
+        self._put_bytes = 0  # total so far; written by the step loop
+        self._written_bytes = 0  # total so far; written by the writer
         self._waiting: queue.SimpleQueue[tuple[str, dict[str, Any], int] | None] = queue.SimpleQueue()
-        self._ended = False  # no entry is taken any more
+        self._ended = False  # further entries are dropped
         self._thread = threading.Thread(target=self._write_all, name="recorder", daemon=True)
         self._thread.start()
 
@@ -80,10 +82,10 @@ class Recorder:
         """Number of bytes of messages that are not written yet."""
         return self._put_bytes - self._written_bytes
 
-    # -- on the step loop's thread; what is given must not change afterwards
+    # -- on the step loop's thread; arguments must not change afterwards
 
     def connected(self, info: worker_pb2.WorkerInfo, plans_in_flight: int) -> None:
-        """A worker that holds nothing is there: a new file begins."""
+        """Begin a new file for the connection to a worker."""
         self._put(
             "connected",
             0,
@@ -94,7 +96,7 @@ class Recorder:
         )
 
     def plan(self, message: plan_pb2.StepPlan, admitted_ids: Sequence[str], released_ids: Sequence[str]) -> None:
-        """A plan was sent. The request ids stand beside its admissions and its releases."""
+        """Record a plan. The request ids are those of its admissions and releases, in their order."""
         ids_bytes = sum(map(len, admitted_ids)) + sum(map(len, released_ids))
         self._put(
             "plan",
@@ -106,22 +108,22 @@ class Recorder:
         )
 
     def result(self, message: plan_pb2.StepResult) -> None:
-        """The oldest plan without an answer was answered."""
+        """Record the result of the oldest plan in flight."""
         self._put("result", result_size(message), result=message, received_ns=time.time_ns())
 
     def disconnected(self, reason: str) -> None:
-        """The worker is gone: its file ends."""
+        """End the file, because the worker was lost for ``reason``."""
         self._put("disconnected", 0, reason=reason)
 
     def close(self) -> None:
-        """Write what waits, and end."""
+        """Write the waiting entries, and stop the writer."""
         self._waiting.put(None)
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
-            log.error("the disk does not answer: the end of the recording is lost", directory=str(self._directory))
+            log.error("the disk does not respond: the end of the recording is lost", directory=str(self._directory))
 
     def _put(self, kind: str, size: int, **fields: Any) -> None:
-        """``size``: bytes of the messages in ``fields``. The writer makes the ``Record``: that copies the messages."""
+        """Queue an entry with messages of ``size`` bytes. The writer builds the ``Record``, which copies them."""
         if self._ended:
             return
         waiting = self.waiting_bytes
@@ -131,7 +133,7 @@ class Recorder:
             return
         self._ended = True
         most = self._most_waiting_bytes / _MIB
-        reason = f"the disk does not keep up: {waiting / _MIB:.1f} MiB of messages wait for it, at most {most:.1f} may"
+        reason = f"the disk is too slow: {waiting / _MIB:.1f} MiB of messages wait, and {most:.1f} MiB are allowed"
         self._waiting.put(("cut", {"reason": reason}, 0))
         log.error("the recording of plans ends here", directory=str(self._directory), reason=reason)
 
@@ -169,7 +171,7 @@ class Recorder:
         return self._open_file(path)
 
     def _fail(self, file: BinaryIO | None, error: Exception) -> None:
-        """What waits and what follows is let go; the file may end in the middle of an entry."""
+        """End recording after ``error``, and drop all entries. The file may end in the middle of an entry."""
         self._ended = True
         log.error("the recording of plans ends here", directory=str(self._directory), reason=str(error))
         if file is not None:
@@ -180,4 +182,4 @@ class Recorder:
 
 
 def _append(record: record_pb2.Record, file: BinaryIO) -> None:
-    serialize_length_prefixed(record, file)  # type: ignore[arg-type]  # any file does, not only a BytesIO
+    serialize_length_prefixed(record, file)  # type: ignore[arg-type]  # any binary file is possible, not only a BytesIO

@@ -1,5 +1,7 @@
-"""``toka-replay record=FILE_OR_DIR``: do the plans keep the contract? With ``worker_address=HOST:PORT``: does a worker
-that is given the plans of one recording again answer the same tokens?
+"""The command ``toka-replay record=FILE_OR_DIR [worker_address=HOST:PORT]``.
+
+It checks that recorded plans keep the contract. With ``worker_address``, it sends the plans of a recording to a worker
+again, and compares the tokens.
 """
 
 import json
@@ -21,30 +23,33 @@ from services.scheduler.record.reader import RECORD, Recording, RecordingError, 
 
 
 class ReplayConfig(GrpcFlags):
-    """Check that recorded plans keep the contract or, with ``worker_address``, replay them on a worker and compare the
-    tokens. The certificates are those of the link to the worker."""
+    """Check that recorded plans keep the contract, or replay them on ``worker_address`` and compare the tokens.
 
-    # The environment is that of the services: a replay must not take over the worker that serves.
+    The certificates are those of the link to the worker.
+    """
+
+    # Environment variables are for the services. With them, a replay could take over a worker that serves.
     variables: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     record: str = Field(description=RECORD)
-    worker_address: str = Field("", description="feed the plans to this worker; default: check them only")
+    worker_address: str = Field("", description="replay the plans on this worker; default: only check them")
 
 
 def main() -> None:
     config = from_command_line(ReplayConfig)
     try:
         paths = find_recordings(config.record)
-        at, dialer = config.worker_address, Dialer.of(config)
-        good = replay(paths, at, dialer) if at else check_all(paths)
+        address, dialer = config.worker_address, Dialer.of(config)
+        good = replay(paths, address, dialer) if address else check_all(paths)
     except (InvalidRequest, RecordingError) as error:
         fail(str(error))
     sys.exit(0 if good else 1)
 
 
 def check_all(paths: list[Path]) -> bool:
-    """Print what is in each. True when there is a plan, every plan keeps the contract and no file is damaged. The last
-    line is one JSON object.
+    """Check each recording and print the findings. The last line is a JSON object.
+
+    Return True if there is a plan, every plan keeps the contract, and no file is damaged.
     """
     found = []
     for path in paths:
@@ -65,12 +70,13 @@ def check_all(paths: list[Path]) -> bool:
 
 
 def replay(paths: list[Path], worker_address: str, dialer: Dialer) -> bool:
-    """Print the first differences; True when there are answers to compare and none differs. The last line is one JSON
-    object.
+    """Replay a recording and print the first differences. The last line is a JSON object.
+
+    Return True if there are results to compare, and none differs. Raises ``RecordingError``.
     """
     if len(paths) != 1:
         names = "\n  ".join(map(str, paths))
-        raise RecordingError(f"a worker is fed one recording at a time; choose one of\n  {names}")
+        raise RecordingError(f"only one recording can be replayed at a time; choose one of\n  {names}")
     recording = Recording(paths[0])
     try:
         outcome = feed(recording, worker_address, dialer)
@@ -104,7 +110,7 @@ def _print_outcome(outcome: Outcome, recording: Recording) -> None:
             ", ".join(f"{name}={values[side]!r}" for name, values in outcome.mismatch.items())
             for side in ("recorded", "worker")
         )
-        print(f"warning: recorded with {recorded}, and this worker has {worker}: it may well answer other tokens")
+        print(f"warning: recorded with {recorded}, and this worker has {worker}: its tokens may differ")
     for line in outcome.differences:
         print(line)
     hidden = outcome.different_steps - len(outcome.differences)

@@ -1,4 +1,4 @@
-"""The life of a sequence: admitted, tokens, pages, interruptions, end."""
+"""History of a sequence: admissions, tokens, pages, preemptions and end."""
 
 from dataclasses import dataclass, field
 
@@ -6,7 +6,7 @@ from rich.console import RenderableType
 
 from services.scheduler.record.occupants import SequenceName
 from services.scheduler.record.reader import RecordedStep
-from services.scheduler.record.view import listed, table
+from services.scheduler.record.view import View, listed, table
 from services.scheduler.record.worker_state import WorkerState
 from tokasaurus.worker.v1 import plan_pb2
 
@@ -24,18 +24,17 @@ class _Event:
         return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
 
 
-class SequenceView:
-    """All samples of a request, or one. Memory grows with their tokens only."""
+class SequenceView(View):
+    """View of a sample, or of all samples of a request. Memory grows only with their tokens."""
 
     def __init__(self, wanted: str) -> None:
-        """``wanted``: ``REQUEST_ID`` or ``REQUEST_ID:SAMPLE``."""
+        """Create the view of ``wanted``, which is ``REQUEST_ID`` or ``REQUEST_ID:SAMPLE``."""
         self._wanted = wanted
         self._events: dict[SequenceName, list[_Event]] = {}
-        self._running: dict[int, SequenceName] = {}  # slot -> one of ours
-        self.done = False
+        self._running: dict[int, SequenceName] = {}  # shown sequences by slot
 
     def before(self, step: RecordedStep, state: WorkerState) -> None:
-        """Everything is in the plan itself: one that breaks the contract shows too."""
+        """Record the events of the step. The plan has them all, so a plan that violates the contract is shown too."""
         plan, number = step.plan.plan, step.plan.plan.step
         for slot in plan.release_slots:
             name = self._running.pop(slot, None)
@@ -51,9 +50,6 @@ class SequenceView:
                 self._add(self._running[slot], number, "page", f"{page} appended")
         if step.result is not None and self._running:
             self._answered(step.result.result)
-
-    def after(self, step: RecordedStep, state: WorkerState) -> None:
-        pass
 
     def shown(self) -> list[RenderableType]:
         tables = []

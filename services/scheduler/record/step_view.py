@@ -1,22 +1,21 @@
-"""One step: the parts of its plan, its batch, and what came back."""
+"""View of a step: the parts of its plan, its batch, and its result."""
 
 from datetime import UTC, datetime
 
 from rich.console import RenderableType
 
 from services.scheduler.record.reader import RecordedStep
-from services.scheduler.record.view import listed, table
+from services.scheduler.record.view import View, listed, table
 from services.scheduler.record.worker_state import WorkerState
 from tokasaurus.worker.v1 import record_pb2
 
 
-class StepView:
-    """``before`` collects what the plan says, ``after`` what only the worker's state tells."""
+class StepView(View):
+    """View of one step."""
 
     def __init__(self, step: int) -> None:
         self._step = step
         self._parts: list[RenderableType] = []
-        self.done = False
 
     def before(self, step: RecordedStep, state: WorkerState) -> None:
         record, plan = step.plan, step.plan.plan

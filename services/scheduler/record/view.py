@@ -1,7 +1,7 @@
-"""What every view of a recording does: look at each step before and after it changes the worker's state."""
+"""Interface of the views of a recording, and functions that they share."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Protocol
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,22 +12,25 @@ from services.scheduler.record.violation import Violation
 from services.scheduler.record.worker_state import WorkerState
 
 
-class View(Protocol):
-    """Collects from the steps what it wants to show. One view for one recording."""
+class View(ABC):
+    """Collects facts from the steps of a recording. A view is used for one recording."""
 
-    done: bool  # the rest of the recording is of no interest
+    done = False  # the rest of the recording is not needed
 
-    def before(self, step: RecordedStep, state: WorkerState) -> None: ...
+    @abstractmethod
+    def before(self, step: RecordedStep, state: WorkerState) -> None:
+        """Collect facts of ``step`` before ``state`` changes by it."""
 
-    def after(self, step: RecordedStep, state: WorkerState) -> None: ...
+    def after(self, step: RecordedStep, state: WorkerState) -> None:  # noqa: B027  # optional
+        """Collect facts of ``step`` after ``state`` changed by it."""
 
+    @abstractmethod
     def shown(self) -> list[RenderableType]:
-        """What to print; empty = nothing was found."""
-        ...
+        """Return the parts to print. Empty if nothing was found."""
 
 
 def walk(recording: Recording, view: View) -> str:
-    """Lead ``view`` through ``recording``. Returns the violation or the damage that ended it early, empty = none."""
+    """Show the steps of ``recording`` to ``view``. Return the violation or damage that ended it early, or ''."""
     state = WorkerState(recording)
     try:
         for step in recording.steps():
@@ -42,7 +45,7 @@ def walk(recording: Recording, view: View) -> str:
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> RenderableType:
-    """Everything as text, long cells folded. A title may be wider than its table, which would wrap one of its own."""
+    """Return a table with all cells as text, long cells folded. The title is outside because a table would wrap it."""
     drawn = Table(header_style="bold")
     for column in columns:
         drawn.add_column(column, overflow="fold")
@@ -52,5 +55,5 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) 
 
 
 def listed(numbers: Iterable[int]) -> str:
-    """``1 2 3``; a dash for none."""
+    """Return the numbers with spaces in between, or a dash if there are none."""
     return " ".join(str(number) for number in numbers) or "-"

@@ -1,10 +1,10 @@
-"""Violations: what is wrong with a plan or with its result."""
+"""Violations of the contract by plans and results."""
 
 import numpy as np
 
 
 class Violation(Exception):
-    """A breach of the contract, with its step, and its slot and page if there is one of each."""
+    """A violation of the contract, with its step, and with its slot and page if they are known."""
 
     def __init__(self, message: str, *, slot: int | None = None, page: int | None = None) -> None:
         super().__init__(message)
@@ -20,7 +20,7 @@ class Violation(Exception):
 
 
 class PlanViolation(Violation):
-    """The plan breaks the contract, or reads or writes pages that it must not."""
+    """The plan violates the contract, or reads or writes pages that it must not."""
 
 
 class ResultViolation(Violation):
@@ -30,7 +30,7 @@ class ResultViolation(Violation):
 def require_each(
     good: np.ndarray, message: str, *, slots: np.ndarray | None = None, pages: np.ndarray | None = None
 ) -> None:
-    """Raise ``PlanViolation`` about the first of ``slots`` and ``pages`` whose entry in ``good`` is not true."""
+    """Raise ``PlanViolation`` about the first of ``slots`` and ``pages`` whose entry in ``good`` is false."""
     if not good.all():
         at = int(good.argmin())
         slot, page = (None if ids is None else int(ids[at]) for ids in (slots, pages))
@@ -38,7 +38,7 @@ def require_each(
 
 
 def expect_each(good: np.ndarray, message: str, *, slots: np.ndarray) -> None:
-    """Raise ``ResultViolation`` about the first of ``slots`` whose entry in ``good`` is not true."""
+    """Raise ``ResultViolation`` about the first of ``slots`` whose entry in ``good`` is false."""
     if not good.all():
         raise ResultViolation(message, slot=int(slots[int(good.argmin())]))
 

@@ -1,4 +1,4 @@
-"""What a worker holds after the plans of a recording so far, and whether each step keeps the contract."""
+"""State of a worker after the recorded plans so far."""
 
 from services.common.plan.codec import decode_limits
 from services.scheduler.record.checker import PlanChecker
@@ -8,7 +8,7 @@ from services.scheduler.record.violation import PlanViolation
 
 
 class WorkerState:
-    """Plays one recording from its beginning."""
+    """Simulates the worker of a recording, and checks that each step keeps the contract."""
 
     def __init__(self, recording: Recording) -> None:
         self.checker = PlanChecker(decode_limits(recording.info))
@@ -16,28 +16,24 @@ class WorkerState:
         self._plans_in_flight = recording.connected.plans_in_flight
 
     def apply(self, step: RecordedStep) -> int:
-        """The plan and its answer; returns the number of tokens sampled. Raises ``Violation``, and is of no use then
-        but for the names of its occupants.
+        """Apply a plan and its result. Return the number of sampled tokens.
+
+        Raises ``Violation``. After that, only the names of the occupants are defined.
         """
-        self._check_in_flight(step)
+        if step.unanswered > self._plans_in_flight:
+            message = f"{step.unanswered} plans in flight, and plans_in_flight={self._plans_in_flight} was agreed"
+            raise _violation(step, message)
         self._check_releases(step)
         self.occupants.apply(step.plan)
         self.checker.apply(step.plan.plan)
-        return self.checker.answered(step.result.result if step.result else None)
-
-    def _check_in_flight(self, step: RecordedStep) -> None:
-        if step.unanswered > self._plans_in_flight:
-            raise _violation(
-                step,
-                f"{step.unanswered} plans without an answer, and plans_in_flight={self._plans_in_flight} was agreed",
-            )
+        return self.checker.result_received(step.result.result if step.result else None)
 
     def _check_releases(self, step: RecordedStep) -> None:
-        """A free slot in ``release_slots`` is the checker's to find."""
+        """Check the request ids of releases. The checker finds releases of free slots."""
         for slot, request_id in zip(step.plan.plan.release_slots, step.plan.released_ids, strict=True):
             occupant = self.occupants.get(slot)
             if occupant is not None and occupant.request_id != request_id:
-                raise _violation(step, f"released as one of the request {request_id!r}, and it is another's", slot)
+                raise _violation(step, f"released for the request {request_id!r}, but it is of another request", slot)
 
 
 def _violation(step: RecordedStep, message: str, slot: int | None = None) -> PlanViolation:

@@ -1,11 +1,11 @@
-"""The worker's facts as the scheduler's sizes."""
+"""Conversion of the worker's facts to the sizes that the core uses."""
 
 from services.scheduler.core.request import WorkerShape
 from tokasaurus.worker.v1 import worker_pb2
 
 
 def decode_shape(info: worker_pb2.WorkerInfo, max_context_tokens: int) -> WorkerShape:
-    """Return the worker's sizes. The context is what both the model and the worker allow."""
+    """Return the worker's sizes. The context is the smaller one of the model and the worker."""
     return WorkerShape(
         page_size=info.page_size,
         page_count=info.page_count,

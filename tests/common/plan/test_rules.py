@@ -72,7 +72,7 @@ def test_worker_recorder_and_fake_give_the_same_verdict_on_random_plans(seed, le
         for side in (worker, fake):
             assert verdict_of(side, message) == ""
         assert verdict_of(recorder, message) == ""
-        recorder.answered(None)
+        recorder.result_received(None)
     following = encode_plan(plans.next()[0])
     used = [int(slot) for slot in worker.slots.used.nonzero()[0]]
     _, broken = spoilt(random, following, info, used)

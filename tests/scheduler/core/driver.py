@@ -86,9 +86,9 @@ class Driver:
         self.clock += 1
         return self.clock
 
-    def plan(self, *, hurry: bool = False) -> PlannedStep | None:
+    def plan(self, *, light: bool = False) -> PlannedStep | None:
         """Build one plan and let the model answer it; the answer stays on its way."""
-        plan = self.core.plan(self.tick(), hurry=hurry)
+        plan = self.core.plan(self.tick(), light=light)
         assert plan is not None or not self.core.stuck
         if plan is not None:
             self.plans.append(plan)
@@ -205,7 +205,7 @@ def check(core: Scheduler) -> None:
     assert state.policy.prefix_caching or not pool.cached
     waiting = list(state.queue.waiting)
     assert len(waiting) == len(state.queue.waiting)
-    assert state.queue.waiting.tokens == sum(sample.outstanding for sample in waiting)
+    assert state.queue.waiting.tokens == sum(sample.request.limit for sample in waiting)
     assert all(sample.slot < 0 and not sample.finished for sample in waiting)
     assert slots.running == np.count_nonzero(slots.active)
     ours = [sample for sample in (*waiting, *slots.running_samples()) if sample.request.sink == SINK]  # no canary

@@ -84,5 +84,5 @@ class Naive:
         return order
 
     def serve(self, sample):
-        self.flows[sample.request.priority, sample.request.fairness_key][1] += sample.cost
+        self.flows[sample.request.priority, sample.request.fairness_key][1] += sample.request.cost
         self.leave(sample)

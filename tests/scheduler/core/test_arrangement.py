@@ -14,7 +14,7 @@ def ints(*values: int) -> np.ndarray:
 
 def put(decoding, groups, pages, prefill=(), counts=(), *, min_rows=1, parts=1) -> Arrangement:
     arrays = (ints(*decoding), np.array(groups, np.int32), ints(*pages), ints(*prefill), ints(*counts))
-    return arrange(*arrays, min_rows=min_rows, parts=parts)
+    return arrange(*arrays, min_rows=min_rows, micro_batches=parts)
 
 
 def groups_of(batch: Arrangement) -> list[tuple[list[int], int]]:
@@ -25,7 +25,7 @@ def groups_of(batch: Arrangement) -> list[tuple[list[int], int]]:
 
 def bounds(batch: Arrangement) -> list[tuple[int, int]]:
     """First row of each part and of the next."""
-    ends = np.cumsum(batch.parts if len(batch.parts) else [len(batch.slots)]).tolist()
+    ends = np.cumsum(batch.micro_batch_rows if len(batch.micro_batch_rows) else [len(batch.slots)]).tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
@@ -48,14 +48,14 @@ def test_every_row_comes_once_with_its_tokens(step):
     assert sorted(zip(batch.slots.tolist(), batch.counts.tolist(), strict=True)) == sorted(given_rows)
     assert {array.dtype for array in batch} == {np.dtype(np.int64)}
     if step["parts"] == 1:
-        assert len(batch.parts) == 0
+        assert len(batch.micro_batch_rows) == 0
     else:
-        assert len(batch.parts) == step["parts"]
-        assert batch.parts.sum() == len(batch.slots)
+        assert len(batch.micro_batch_rows) == step["parts"]
+        assert batch.micro_batch_rows.sum() == len(batch.slots)
 
 
 @given(steps())
-def test_a_part_holds_groups_then_lone_rows_then_prefills(step):
+def test_a_micro_batch_has_groups_then_other_decoding_rows_then_prefills(step):
     batch = put(**step)
     group_of = dict(zip(step["decoding"], step["groups"], strict=True))
     sharing = dict.fromkeys(range(len(batch.slots)), -1)
@@ -82,7 +82,7 @@ def test_a_part_holds_groups_then_lone_rows_then_prefills(step):
 
 
 @given(steps())
-def test_parts_differ_by_no_more_tokens_than_the_longest_row(step):
+def test_micro_batches_differ_by_at_most_the_tokens_of_the_longest_row(step):
     batch = put(**step)
     tokens = [int(batch.counts[first:end].sum()) for first, end in bounds(batch)]
     assert max(tokens) - min(tokens) <= max(batch.counts.tolist(), default=0)
@@ -94,7 +94,7 @@ def test_the_same_rows_give_the_same_batch(step):
 
 
 @given(steps())
-def test_groups_go_through_the_parts_in_order(step):
+def test_groups_are_in_order_across_micro_batches(step):
     """A boundary cuts one group at most, so no more pieces than groups and boundaries."""
     batch = put(**{**step, "min_rows": 1})
     used = len({group for group in step["groups"] if group >= 0})
@@ -112,7 +112,7 @@ def test_groups_come_first_each_by_slot():
     batch = put([1, 2, 3, 4, 5, 6], [1, 0, -1, 1, 0, 1], [8, 9], [7], [40])
     assert batch.slots.tolist() == [2, 5, 1, 4, 6, 3, 7]
     assert groups_of(batch) == [([2, 5], 8), ([1, 4, 6], 9)]
-    assert len(batch.parts) == 0
+    assert len(batch.micro_batch_rows) == 0
 
 
 def test_a_group_of_too_few_rows_is_none_and_its_rows_follow_the_groups():
@@ -121,28 +121,28 @@ def test_a_group_of_too_few_rows_is_none_and_its_rows_follow_the_groups():
     assert groups_of(batch) == [([3, 4, 5], 9)]
 
 
-def test_a_group_that_a_boundary_cuts_becomes_one_in_each_part():
+def test_a_divided_group_becomes_a_group_in_each_micro_batch():
     batch = put(range(8), [0] * 8, [5], min_rows=4, parts=2)
-    assert batch.parts.tolist() == [4, 4]
+    assert batch.micro_batch_rows.tolist() == [4, 4]
     assert groups_of(batch) == [([0, 1, 2, 3], 5), ([4, 5, 6, 7], 5)]
 
 
 def test_a_piece_of_too_few_rows_is_no_group():
     batch = put(range(8), [0] * 3 + [1] * 5, [5, 6], min_rows=3, parts=2)
-    assert batch.parts.tolist() == [4, 4]
+    assert batch.micro_batch_rows.tolist() == [4, 4]
     assert groups_of(batch) == [([0, 1, 2], 5), ([4, 5, 6, 7], 6)]
     assert batch.slots.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_long_prefill_is_weighed_against_decoding_rows():
     batch = put(range(20), [-1] * 20, [], [30, 31], [6, 10], parts=2)
-    assert batch.parts.tolist() == [9, 13]  # 8 rows and 10 tokens, 12 rows and 6 tokens
+    assert batch.micro_batch_rows.tolist() == [9, 13]  # 8 rows and 10 tokens, 12 rows and 6 tokens
     assert batch.counts[:9].sum() == batch.counts[9:].sum() == 18
     assert batch.slots[8] == 31
     assert batch.slots[-1] == 30
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2])
-def test_parts_without_rows_are_empty(rows):
+def test_micro_batches_without_rows_are_empty(rows):
     batch = put(range(rows), [-1] * rows, [], parts=3)
-    assert batch.parts.tolist() == [1] * rows + [0] * (3 - rows)
+    assert batch.micro_batch_rows.tolist() == [1] * rows + [0] * (3 - rows)

@@ -12,7 +12,7 @@ ALL = HydragenPolicy(min_group_size=4, min_prefix_len=8, row_cost=0, group_cost=
 FIRST, SECOND = [2 + index % 50 for index in range(43)], [51 - index % 40 for index in range(30)]
 
 
-def test_samples_of_a_prompt_decode_as_one_group_that_is_told_once():
+def test_samples_of_a_prompt_decode_as_one_group_that_is_sent_once():
     driver = Driver(SHAPE, hydragen=ALL)
     driver.submit(FIRST, n=20, max_tokens=12)
     driver.run()
@@ -43,7 +43,7 @@ def test_groups_stay_within_balanced_micro_batches():
     for _ in range(6):
         driver.step()
     batching = driver.core._planner._batching
-    parts, (starts, counts, pages) = batching._last_parts, batching._last_groups
+    parts, (starts, counts, pages) = batching._last_micro_batch_rows, batching._last_groups
     assert parts.tolist() == [11, 11, 11]
     edges = np.cumsum(parts)
     assert (np.searchsorted(edges, starts, "right") == np.searchsorted(edges, starts + counts - 1, "right")).all()
@@ -60,7 +60,7 @@ def test_groups_that_would_not_pay_are_not_made():
     assert driver.core.state.queue.counters.hydragen_rows == 0
 
 
-def test_a_hurried_plan_leaves_admissions_to_a_later_one_but_not_for_ever():
+def test_a_light_plan_leaves_admissions_to_a_later_plan_a_few_times():
     driver = Driver(SHAPE)
     driver.submit(FIRST, max_tokens=60)
     driver.step()
@@ -68,7 +68,7 @@ def test_a_hurried_plan_leaves_admissions_to_a_later_one_but_not_for_ever():
     late = driver.submit(SECOND, max_tokens=5)
     postponed = []
     while driver.core.state.queue.waiting:
-        postponed.append(driver.plan(hurry=True).postponed)
+        postponed.append(driver.plan(light=True).postponed)
         driver.answer()
     assert postponed == [True, True, True, False]
     assert driver.core.state.queue.counters.postponed_plans == 3

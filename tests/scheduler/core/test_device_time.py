@@ -36,7 +36,7 @@ def test_a_result_s_device_time_is_read():
     assert (result.timing.device, result.timing.idle) == (5, 3)
 
 
-def test_the_worker_is_told_how_much_of_a_resumed_sequence_is_prompt():
+def test_an_admission_has_the_prompt_length_of_a_resumed_sequence():
     driver = Driver(SHAPE)
     driver.submit([2, 3, 4], max_tokens=12)
     for _ in range(4):

@@ -82,7 +82,7 @@ def test_the_curve_equals_a_naive_simulation(driver):
 
 @settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(drivers())
-def test_what_happens_follows_the_curve(driver):
+def test_pages_in_use_follow_the_forecast(driver):
     """No sample stops early. While a prompt is computed in part, the curve is a bound."""
     driver.cancel(*[sample.handle for sample in driver.core.state.queue.waiting])
     check_curve_comes_true(driver)
@@ -110,7 +110,7 @@ def check_curve_comes_true(driver: Driver) -> None:
 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(shapes(), st.integers(1, 40), st.lists(st.integers(0, 20), min_size=1, max_size=4), st.integers(2, 4))
-def test_what_happens_follows_the_curve_of_predicted_ends(shape, length, pauses, steps_ahead):
+def test_pages_in_use_follow_the_forecast_of_predicted_ends(shape, length, pauses, steps_ahead):
     """Every answer of a class stops by itself behind ``length`` tokens, long before its limit."""
     shape = dataclasses.replace(shape, page_count=400, max_slots=6, max_context_tokens=100, eos_every=0)
     driver = Driver(shape, steps_ahead=steps_ahead, mode=AdmissionMode.PREDICTED, margin=0.0)
@@ -167,7 +167,7 @@ def admitted(driver: Driver) -> list[str]:
     return [name for plan in driver.plans for name in plan.admitted_ids]
 
 
-def test_the_head_of_the_queue_is_passed_only_by_what_leaves_it_its_place():
+def test_samples_admitted_before_the_head_of_the_queue_keep_its_reservation():
     driver = Driver(SMALL)
     driver.submit([2] * 8, max_tokens=20)  # seven pages at its end
     driver.submit([3] * 20, max_tokens=20)  # ten: must wait for the first
@@ -178,7 +178,7 @@ def test_the_head_of_the_queue_is_passed_only_by_what_leaves_it_its_place():
     assert driver.core.state.queue.counters.overtakes == 1
 
 
-def test_the_head_of_the_queue_is_not_passed_for_ever(monkeypatch):
+def test_a_limited_number_of_samples_is_admitted_before_the_head_of_the_queue(monkeypatch):
     monkeypatch.setattr(prefill, "_MOST_OVERTAKEN", 3)
     driver = Driver(SMALL)
     driver.submit([2] * 8, max_tokens=20)
@@ -202,7 +202,7 @@ class Watched(Admission):
 
     def select(self, candidates, classes):
         chosen = super().select(candidates, classes)
-        self.last = self._at_hand(candidates).with_candidates(candidates.take(chosen))
+        self.last = self.forecast_for(candidates).with_candidates(candidates.take(chosen))
         self.in_order = len(chosen) == 0 or chosen[-1] == len(chosen) - 1
         Watched.latest = self
         return chosen

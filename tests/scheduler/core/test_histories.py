@@ -63,7 +63,7 @@ moves = st.lists(
         requests(),
         st.tuples(st.just("cancel"), st.integers(0, 40)),
         st.tuples(st.just("ahead"), st.integers(2, 8)),
-        st.sampled_from(["plan", "plan", "hurry", "answer", "answer", "step", "step", "lose"]),
+        st.sampled_from(["plan", "plan", "light", "answer", "answer", "step", "step", "lose"]),
     ),
     max_size=60,
 )
@@ -83,7 +83,7 @@ policies = st.fixed_dictionaries(
 @pytest.mark.timeout(600)
 @settings(max_examples=examples(1500), deadline=None, suppress_health_check=list(HealthCheck))
 @given(shapes(), moves, policies)
-def test_every_history_ends_with_every_sample_told_exactly_its_tokens(shape, moves, policy):
+def test_every_history_ends_with_exactly_the_tokens_of_every_sample(shape, moves, policy):
     driver = Driver(shape, **policy)
     for move in moves:
         match move:
@@ -96,8 +96,8 @@ def test_every_history_ends_with_every_sample_told_exactly_its_tokens(shape, mov
                 driver.core.set_steps_ahead(plans)
             case "plan":
                 driver.plan()
-            case "hurry":
-                driver.plan(hurry=True)
+            case "light":
+                driver.plan(light=True)
             case "answer":
                 driver.answer()
             case "step":

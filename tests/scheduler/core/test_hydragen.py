@@ -158,7 +158,7 @@ def test_a_prefix_that_is_too_short_is_no_group():
     assert len(choose_groups(parent, depth, rows(n1=9), 17, policy).prefix_pages) == 1
 
 
-def test_a_node_without_rows_now_knows_the_group_of_who_joins_later():
+def test_a_node_without_rows_has_the_group_of_later_sequences():
     parent, depth = build((ROOT, 5), (1, 2), (2, 2), (ROOT, 2))
     of_node, _ = choose_groups(parent, depth, rows(n1=3), 16, FREE)
     assert of_node.tolist() == [-1, 0, 0, 0, -1]

@@ -69,7 +69,7 @@ POINTS = {
     "its stop tokens": (StopTokens, "acquire", lambda self, tokens, users: tokens == SET),
     "stopped": (StopMatcher, "first_match", lambda self, automaton, *_: _is_of_bad(automaton)),
     "not stopped yet": (StopMatcher, "pass_over", lambda self, automaton, *_: _is_of_bad(automaton)),
-    "scored": (Results, "_tell_scores", lambda self, request, scored: _is_bad(request)),
+    "scored": (Results, "_output_scores", lambda self, request, scored: _is_bad(request)),
     "let go of": (StopMatcher, "release", lambda self, automaton: _is_of_bad(automaton)),
     "interrupted": (Lifecycle, "_copy_tokens", lambda self, sample: _is_bad(sample.request)),
     "ended": (lifecycle, "finish_of", lambda ending: _is_bad(ending.sample.request) and ending.error is None),
@@ -79,7 +79,7 @@ POINTS = {
 @pytest.mark.parametrize("mode", list(AdmissionMode))
 @pytest.mark.parametrize("n", [1, 5])
 @pytest.mark.parametrize("point", POINTS)
-def test_what_goes_wrong_with_one_request_ends_that_one_alone(point, n, mode, break_at):
+def test_an_error_in_one_request_ends_only_that_request(point, n, mode, break_at):
     raised = break_at(*POINTS[point])
     driver = Driver(SHAPE, mode=mode)
     others = _submit_others(driver, 4)
@@ -138,7 +138,7 @@ def test_a_request_that_cannot_be_queued_leaves_no_trace(owner, name, concerns, 
     assert driver.core.state.queue.counters.requests_accepted == len(driver.requests)
 
 
-def test_a_client_that_cannot_be_told_something_loses_that_request_alone():
+def test_output_that_cannot_be_delivered_ends_only_its_request():
     driver = Driver(SHAPE)
     others = _submit_others(driver, 10)
     bad = driver.submit([7] * 9, n=3, max_tokens=40)
@@ -150,7 +150,7 @@ def test_a_client_that_cannot_be_told_something_loses_that_request_alone():
     assert all(_is_ours(driver.seen[handle].finish.error) for handle in range(bad, bad + 3))
 
 
-def test_what_goes_wrong_as_a_thousand_samples_end_is_told_once(break_at):
+def test_an_error_while_a_thousand_samples_end_is_reported_once(break_at):
     raised = break_at(lifecycle, "finish_of", lambda ending: _is_bad(ending.sample.request))
     driver = Driver(SHAPE)
     bad = driver.submit([7] * 9, n=1000, max_tokens=4, cache_salt="bad")
@@ -160,7 +160,7 @@ def test_what_goes_wrong_as_a_thousand_samples_end_is_told_once(break_at):
     assert [request_id for request_id, _ in driver.core.take_failures()] == [f"r{bad}"]
 
 
-def test_what_goes_wrong_as_requests_are_cancelled_without_a_worker_is_not_kept(break_at):
+def test_an_error_while_requests_are_cancelled_without_a_worker_is_not_kept(break_at):
     break_at(lifecycle, "finish_of", lambda ending: _is_bad(ending.sample.request))
     driver = Driver(SHAPE)
     bad = driver.submit([7] * 9, n=3, max_tokens=4, cache_salt="bad")

@@ -88,7 +88,7 @@ def test_the_mean_is_the_mean_of_the_draws(stopped, ended, age):
 # -- what cannot be seen
 
 
-def test_those_that_run_keep_short_answers_from_counting_too_much():
+def test_running_answers_keep_short_answers_from_biasing_the_estimate():
     lengths = geometric(np.random.default_rng(0), 150, 1000)
     ended = lengths[lengths <= 50]
     assert ended.mean() < 27
@@ -102,7 +102,7 @@ def test_those_that_run_keep_short_answers_from_counting_too_much():
     assert mean(predictor, LONGEST, age=50) == pytest.approx(50 + 150 / CAUTION, rel=0.1)
 
 
-def test_nothing_is_concluded_from_where_hardly_any_answer_ended():
+def test_lengths_at_which_few_answers_ended_have_no_influence():
     predictor = learnt([(10, True)] * 300 + [(45, True)] * 15, [50] * 685)
     drawn = draw(predictor, QUANTILES)
     assert (drawn[:300] == 10).all()
@@ -171,7 +171,7 @@ def test_nothing_is_predicted_from_few_answers():
     assert spread(predictor) > 0
 
 
-def test_a_class_nothing_is_known_of_runs_to_the_limit():
+def test_an_unknown_class_runs_to_the_limit():
     predictor = learnt([(5, True)] * 100)
     assert (draw(predictor, QUANTILES, number=CLASS + 1) == UNKNOWN).all()
     assert mean(predictor, 300, number=CLASS + 1) == 300
@@ -208,7 +208,7 @@ def test_estimates_stand_still_between_refreshes():
 # -- classes, time, bounds
 
 
-def test_what_is_expected_of_a_new_answer_is_the_mean_of_what_is_known_now():
+def test_the_expected_length_of_a_new_answer_is_the_present_mean():
     predictor = LengthPredictor(LONGEST)
     assert predictor.expected(CLASS, 300) == 300
     for length in (20, 400):
@@ -256,13 +256,13 @@ def test_an_answer_of_no_tokens_counts_as_one():
 
 
 @pytest.mark.parametrize("longest", [1, 2, 63, 64, 65, 131_072])
-def test_any_longest_answer_will_do(longest):
+def test_the_predictor_accepts_any_longest_answer(longest):
     predictor = learnt([(longest, True)] * 20, longest=longest)
     assert draw(predictor, np.array([0.999]), age=longest - 1)[0] == longest
     assert mean(predictor, longest) == pytest.approx(longest, rel=1 / 32)
 
 
-def test_no_rows_are_no_answers():
+def test_empty_arrays_are_accepted():
     predictor = LengthPredictor(LONGEST)
     learn(predictor, [])
     assert draw(predictor, np.zeros(0)).dtype == np.int64

@@ -23,7 +23,7 @@ def biased(entries: int, first: int = 0) -> SamplingSettings:
 
 
 def test_the_admissions_of_a_plan_fit_into_a_message(monkeypatch):
-    monkeypatch.setattr(prefill, "_MOST_CARRIED", 5 * (4 * len(PROMPT) + 256))
+    monkeypatch.setattr(prefill, "_MOST_BYTES", 5 * (4 * len(PROMPT) + 256))
     driver = Driver(FakeShape())
     handle = driver.submit(PROMPT, n=17, max_tokens=3)
     driver.run()
@@ -41,9 +41,9 @@ def test_the_admissions_of_a_plan_fit_into_a_message(monkeypatch):
         (biased(500), 8 * 500),
     ],
 )
-def test_one_plan_carries_so_many_settings_as_a_message_holds(monkeypatch, sampling, each):
+def test_a_plan_has_no_more_settings_than_a_message_holds(monkeypatch, sampling, each):
     """Each admission has its own copy."""
-    monkeypatch.setattr(prefill, "_MOST_CARRIED", 4 * each)
+    monkeypatch.setattr(prefill, "_MOST_BYTES", 4 * each)
     driver = Driver(FakeShape())  # its grammars are of the built-in model's tokens
     driver.submit([5, 6], n=5, max_tokens=4, sampling=sampling)
     driver.run()
@@ -59,7 +59,7 @@ WEIGHTS = st.tuples(st.integers(1, 60), st.integers(0, 700), st.integers(0, 300)
 def test_no_plan_is_larger_than_what_was_counted(asked):
     """Prompts, biases and grammars of any size, and their siblings."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(prefill, "_MOST_CARRIED", 8000)
+        monkeypatch.setattr(prefill, "_MOST_BYTES", 8000)
         driver = Driver(FakeShape())
         for number, (prompt, bias, comment, n) in enumerate(asked):
             sampling = biased(bias, number)._replace(grammar=f"start: /a*/ // {'漢' * comment}" if comment else "")
@@ -74,7 +74,7 @@ def test_no_plan_is_larger_than_what_was_counted(asked):
 
 
 def test_a_sequence_that_no_plan_can_carry_ends_alone(monkeypatch):
-    monkeypatch.setattr(prefill, "_MOST_ALONE", 3000)
+    monkeypatch.setattr(prefill, "_MOST_BYTES_ALONE", 3000)
     driver = Driver(FakeShape())
     heavy = driver.submit([5, 6], n=3, max_tokens=4, sampling=biased(400))
     light = driver.submit([5, 7], n=3, max_tokens=4, sampling=biased(300))

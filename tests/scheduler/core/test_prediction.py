@@ -47,7 +47,7 @@ def test_what_was_learnt_lets_more_sequences_run():
     assert running[PREDICTED] > 15
 
 
-def test_a_class_of_which_nothing_is_known_runs_as_if_guaranteed():
+def test_an_unknown_class_runs_as_if_guaranteed():
     driver = experienced()
     for number in range(20):
         driver.submit([30 + number] * 7, max_tokens=100, stop_token_ids=EARLY, length_class="another")
@@ -142,7 +142,7 @@ def test_sequences_whose_pages_are_all_in_the_tree_can_be_victims():
     assert all(driver.seen[handle].tokens == driver.expected(handle)[0] for handle in handles)
 
 
-def test_what_a_victim_shares_is_not_lost():
+def test_shared_pages_of_a_victim_are_not_lost():
     driver = experienced()
     driver.submit([6] * 41, n=3, max_tokens=60)  # ten whole pages in common
     for _ in range(3):
@@ -189,7 +189,7 @@ def test_a_wider_margin_leaves_more_pages_free(margin):
                        st.sampled_from([1, 1, 4])), min_size=1, max_size=20),
     st.integers(28, 80), st.integers(0, 3),
 )  # fmt: skip
-def test_whatever_was_predicted_everyone_ends_as_alone(requests, pages, margin):
+def test_every_sample_ends_as_if_alone_whatever_was_predicted(requests, pages, margin):
     """Classes that change from short to long and back, in a pool that is far too small."""
     driver = Driver(FakeShape(**{**SHAPE.__dict__, "page_count": pages}), mode=PREDICTED, margin=float(margin))
     driver.submit([3, 4, 5], n=40, max_tokens=100, stop_token_ids=EARLY)

@@ -72,7 +72,7 @@ def test_a_request_does_not_wait_for_the_whole_prompt_of_a_batch_line():
     assert batch.model.prefilled_tokens - before < 200  # what was computed of the prompt is not computed again
 
 
-def test_a_request_waits_no_plan_for_a_prompt_however_often_it_made_way():
+def test_a_request_waits_no_plan_for_a_prompt_that_was_preempted_often():
     batch = driver()
     batch.submit([7, 8] * 100, max_tokens=20, priority=LOW)
     batch.plan()
@@ -87,7 +87,7 @@ def test_a_request_waits_no_plan_for_a_prompt_however_often_it_made_way():
 @pytest.mark.parametrize(
     ("line", "online"), [({"mode": AdmissionMode.GUARANTEED}, {}), ({"priority": NORMAL}, {"priority": HIGH})]
 )
-def test_only_predicted_sequences_of_the_lowest_class_make_way(line, online):
+def test_only_predicted_sequences_of_the_lowest_class_are_preempted(line, online):
     batch = driver()
     lines = fill(batch, 4, **line)
     batch.submit([3, 4, 5], max_tokens=5, **online)
@@ -97,7 +97,7 @@ def test_only_predicted_sequences_of_the_lowest_class_make_way(line, online):
     check_all(batch)
 
 
-def test_a_prompt_held_for_samples_of_a_line_is_let_go():
+def test_a_prompt_held_for_waiting_low_samples_is_released():
     batch = driver(shape={"page_count": 45, "max_slots": 1}, prefix_caching=False)
     batch.submit([7] * 53, max_tokens=3, n=5, priority=LOW)
     batch.step()
@@ -109,7 +109,7 @@ def test_a_prompt_held_for_samples_of_a_line_is_let_go():
     check_all(batch)
 
 
-def test_nobody_makes_way_where_it_does_not_help():
+def test_no_sequence_is_preempted_if_it_does_not_help():
     batch = driver(shape={"page_count": 60, "max_slots": 8})
     batch.submit([5] * 8, max_tokens=150, mode=AdmissionMode.GUARANTEED)
     line = batch.submit([6] * 8, max_tokens=60, priority=LOW)
@@ -123,7 +123,7 @@ def test_nobody_makes_way_where_it_does_not_help():
 
 
 @pytest.mark.parametrize(("slots", "normal", "low"), [(1, 0, 1), (32, 30, 2)])
-def test_lines_that_age_would_take_back_do_not_make_way_for_nothing(slots, normal, low):
+def test_overdue_low_sequences_are_not_preempted_in_vain(slots, normal, low):
     shape = {"max_slots": slots, "page_count": 4000, "max_tokens_per_step": 256}
     batch = driver(shape=shape, ageing_s=3e-8)  # 30 ticks of the clock
     for number in range(normal):
@@ -140,7 +140,7 @@ def test_lines_that_age_would_take_back_do_not_make_way_for_nothing(slots, norma
     check_all(batch)
 
 
-def test_lines_that_made_way_a_few_times_hold_their_own_up_to_an_eighth_of_what_runs():
+def test_sequences_preempted_four_times_are_protected_up_to_an_eighth_of_all():
     batch = driver(shape={"max_slots": 16, "max_tokens_per_step": 128})
     lines = fill(batch, 16)
     for _ in range(100):
@@ -148,15 +148,15 @@ def test_lines_that_made_way_a_few_times_hold_their_own_up_to_an_eighth_of_what_
             batch.submit([3 + number] * 5, max_tokens=2)
         for _ in range(4):
             batch.step()
-    steadfast = [line for line in lines if batch.requests[line].samples[0].yields >= 4]
-    assert steadfast
-    assert max(batch.requests[line].samples[0].yields for line in lines) >= 4
+    protected = [line for line in lines if batch.requests[line].samples[0].preempted_for_others >= 4]
+    assert protected
+    assert max(batch.requests[line].samples[0].preempted_for_others for line in lines) >= 4
     slots = batch.core.state.pool.slots
-    assert ((slots.priority == LOW) & slots.active & ~slots.yields).sum() <= 2
+    assert ((slots.priority == LOW) & slots.active & ~slots.preemptible).sum() <= 2
     check_all(batch)
 
 
-def test_a_batch_gets_through_under_requests_that_would_fill_every_slot():
+def test_a_batch_job_completes_under_requests_that_would_fill_every_slot():
     batch = driver(ageing_s=2e-7)  # 200 ticks of the clock
     lines = fill(batch, 3, max_tokens=60)
     for _ in range(4000):
@@ -170,7 +170,7 @@ def test_a_batch_gets_through_under_requests_that_would_fill_every_slot():
 
 
 @pytest.mark.parametrize("shape", [{}, {"page_count": 100, "max_slots": 64, "max_tokens_per_step": 128}])
-def test_lines_that_wait_for_long_beside_lines_that_run_do_not_go_before_requests(shape):
+def test_overdue_low_samples_do_not_precede_requests_while_low_sequences_run(shape):
     """Whether slots or pages are what lines wait for."""
     batch = driver(ageing_s=1e-9, shape=shape)  # every line that waits is old at once
     fill(batch, 12)
@@ -188,7 +188,7 @@ def test_lines_that_wait_for_long_beside_lines_that_run_do_not_go_before_request
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 90), st.sampled_from([1, 1, 5])), min_size=1, max_size=12),
     st.integers(45, 120), st.integers(1, 8), st.integers(1, 20), st.booleans(),
 )  # fmt: skip
-def test_whatever_a_batch_runs_a_request_is_let_in_by_the_next_plans(lines, pages, slots, steps, caching):
+def test_a_request_is_admitted_by_the_next_plans_whatever_a_batch_job_runs(lines, pages, slots, steps, caching):
     """The next plan; one more where prompts that are held for samples of lines must be let go."""
     shape = {"page_count": pages, "max_slots": slots}
     batch = driver(shape=shape, prefix_caching=caching)

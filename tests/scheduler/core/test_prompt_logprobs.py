@@ -48,7 +48,7 @@ class Scores(Driver):
 
 
 @pytest.mark.parametrize("n", [1, 5])
-def test_they_come_piece_by_piece_with_the_first_sample(n):
+def test_scores_are_output_in_chunks_with_the_first_sample(n):
     driver = Scores(SHAPE)
     handle = driver.submit(PROMPT, n=n, sampling=ASKED, max_tokens=6)
     driver.run()
@@ -60,7 +60,7 @@ def test_they_come_piece_by_piece_with_the_first_sample(n):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_what_is_cached_is_computed_again_and_stays_cached(n):
+def test_cached_tokens_are_computed_again_for_scores_and_stay_cached(n):
     driver = Scores(SHAPE)
     for sampling in (SamplingSettings(Sampling(seed=7)), ASKED, SamplingSettings(Sampling(seed=7))):
         handle = driver.submit(PROMPT, n=n, sampling=sampling, max_tokens=3)
@@ -91,7 +91,7 @@ def test_pages_before_the_start_are_not_computed_again(start, cached, n):
 
 
 @pytest.mark.parametrize("steps", range(5))
-def test_a_lost_worker_loses_none_from_the_start(steps):
+def test_a_lost_worker_loses_no_scores_after_the_start(steps):
     driver = Scores(SHAPE)
     handle = driver.submit(PROMPT, sampling=ASKED._replace(prompt_logprobs_start=14), max_tokens=8)
     for _ in range(steps):
@@ -116,7 +116,7 @@ def test_scores_before_the_start_of_a_worker_that_does_not_know_it_are_not_sent(
     assert sampled.sampling.prompt_logprobs_start == 9
 
 
-def test_two_with_one_prefix_at_once():
+def test_two_requests_with_one_prefix_both_get_scores():
     driver = Scores(SHAPE)
     handles = [driver.submit([*PROMPT, more], sampling=ASKED, max_tokens=3) for more in (5, 6, 5)]
     plain = driver.submit([*PROMPT, 9], max_tokens=3)
@@ -130,7 +130,7 @@ def test_two_with_one_prefix_at_once():
 
 @pytest.mark.parametrize("steps", range(8))
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_lost_worker_loses_none_and_repeats_none(steps, n):
+def test_a_lost_worker_loses_and_repeats_no_scores(steps, n):
     driver = Scores(SHAPE)
     handle = driver.submit(PROMPT, n=n, sampling=ASKED, max_tokens=8)
     for _ in range(steps):
@@ -142,7 +142,7 @@ def test_a_lost_worker_loses_none_and_repeats_none(steps, n):
         assert driver.seen[sample].tokens == driver.expected(sample)[0]
 
 
-def test_who_asks_for_them_is_never_preempted():
+def test_requests_for_prompt_logprobs_are_never_preempted():
     driver = Scores(SHAPE, mode=AdmissionMode.PREDICTED)
     assert driver.core.state.queue.requests == {}
     handle = driver.submit(PROMPT, sampling=ASKED, max_tokens=20)
@@ -153,14 +153,14 @@ def test_who_asks_for_them_is_never_preempted():
     driver.check(handle, PROMPT)
 
 
-def test_a_resumed_sequence_tells_those_of_its_prompt_only():
+def test_a_resumed_sequence_outputs_only_scores_of_its_prompt():
     driver = Scores(SHAPE)
     handle = driver.submit(PROMPT, sampling=ASKED, max_tokens=20, resumed_tokens=10)
     driver.run()
     driver.check(handle, PROMPT[:33])
 
 
-def test_a_prompt_of_one_token_has_none():
+def test_a_prompt_of_one_token_has_no_scores():
     driver = Scores(SHAPE)
     handle = driver.submit([5], n=2, sampling=ASKED, max_tokens=3)
     driver.run()

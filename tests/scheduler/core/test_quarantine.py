@@ -35,11 +35,11 @@ class Mortal(Driver):
         if self.random.random() < 0.05:
             check(self.core)
 
-    def plan(self, *, hurry: bool = False):
-        plan = super().plan(hurry=hurry)
+    def plan(self, *, light: bool = False):
+        plan = super().plan(light=light)
         if plan is not None and self._dies_behind is None and self._is_fatal(plan):
             self._dies_behind = len(self.in_flight) - 1
-        if self.core.state.queue.on_trial is not None:
+        if self.core.state.queue.quarantined is not None:
             self.most_in_flight_apart = max(self.most_in_flight_apart, len(self.in_flight))
         return plan
 
@@ -80,7 +80,7 @@ class Mortal(Driver):
                 assert seen.tokens == tokens[: self.fatal[handle] - 1]
             else:
                 assert (seen.tokens, seen.finish.reason) == (tokens, reason), seen.finish.error
-        assert self.core.state.queue.on_trial is None
+        assert self.core.state.queue.quarantined is None
         assert self.core.state.pool.pages.in_use == 0
         assert not self.core.state.queue.requests
 
@@ -92,7 +92,7 @@ class Mortal(Driver):
 
 @pytest.mark.parametrize("fatal", [1, 2, 30])
 @pytest.mark.parametrize("steps_ahead", [2, 8])
-def test_a_sequence_alone_that_the_worker_dies_of_is_ended_after_four_losses(fatal, steps_ahead):
+def test_a_single_sequence_that_crashes_workers_ends_after_four_losses(fatal, steps_ahead):
     driver = Mortal(steps_ahead=steps_ahead)
     poison = driver.submit([3, 4, 5, 6, 7], max_tokens=40)
     driver.fatal[poison] = fatal
@@ -104,12 +104,12 @@ def test_a_sequence_alone_that_the_worker_dies_of_is_ended_after_four_losses(fat
     )
     assert isinstance(driver.seen[poison].finish.error, Internal)
     assert driver.core.take_failures() == [(f"r{poison}", driver.seen[poison].finish.error)]
-    assert driver.core.suspects == 0
+    assert driver.core.quarantine.suspects == 0
     assert driver.most_in_flight_apart == 1
 
 
 @pytest.mark.parametrize("mode", list(AdmissionMode))
-def test_one_poisoned_among_two_hundred_is_found_and_no_other_is_hurt(mode):
+def test_one_poisoned_request_among_two_hundred_is_found_and_no_other_ends(mode):
     driver = Mortal(steps_ahead=4, mode=mode)
     driver.submit_innocents(70)
     poison = driver.submit([9] * 20, max_tokens=50)
@@ -121,7 +121,7 @@ def test_one_poisoned_among_two_hundred_is_found_and_no_other_is_hurt(mode):
     assert driver.losses <= 2 + 3 + 2  # until it is a suspect; an eighth each time; alone
 
 
-def test_several_poisoned_are_all_found_though_workers_die_of_other_things_too():
+def test_several_poisoned_requests_are_found_though_workers_also_crash_at_random():
     driver = Mortal(steps_ahead=3, seed=3)
     driver.submit_innocents(40)
     poisoned = [driver.submit([9] * length, max_tokens=50) for length in (3, 21, 22)]
@@ -132,7 +132,7 @@ def test_several_poisoned_are_all_found_though_workers_die_of_other_things_too()
 
 
 @pytest.mark.parametrize("slots", [SHAPE.max_slots, 4])
-def test_a_suspect_stays_one_until_it_gets_past_its_place_or_ends(slots):
+def test_a_suspect_is_cleared_only_when_it_progresses_or_ends(slots):
     """Whichever of the poisoned the worker is lost of, and though not all of a group fit beside each other."""
     driver = Mortal(steps_ahead=2)
     handles = [driver.submit([2 + number % 60, number // 60 + 2], max_tokens=40) for number in range(64)]
@@ -144,16 +144,16 @@ def test_a_suspect_stays_one_until_it_gets_past_its_place_or_ends(slots):
     driver.plan()
     driver.shape = FakeShape(**{**SHAPE.__dict__, "max_slots": slots})
     driver.lose_worker()
-    assert driver.core.suspects == 64
+    assert driver.core.quarantine.suspects == 64
     reached = {handle: len(driver.seen[handle].tokens) for handle in handles}
     driver.fatal = {handle: reached[handle] + 1 for handle in poisoned}
-    while driver.core.suspects:
+    while driver.core.quarantine.suspects:
         losses = driver.losses
         driver.step()
         past = sum(len(driver.seen[handle].tokens) > reached[handle] for handle in handles)
         ended = sum(driver.seen[handle].finish is not None for handle in poisoned)
         if driver.losses > losses:
-            assert driver.core.suspects >= 64 - past - ended
+            assert driver.core.quarantine.suspects >= 64 - past - ended
     driver.run()
     driver.check_answers(*poisoned)
 
@@ -170,7 +170,7 @@ def test_all_samples_of_a_poisoned_request_end_with_it():
 
 
 @pytest.mark.parametrize(("streams", "longest"), [(1, 200), (3, 200), (60, 60)])
-def test_losses_at_random_times_never_end_anybody(streams, longest):
+def test_losses_at_random_times_never_end_a_request(streams, longest):
     losses = seed = suspected = 0
     while losses < 25 or not suspected:
         seed += 1
@@ -183,19 +183,19 @@ def test_losses_at_random_times_never_end_anybody(streams, longest):
 
 
 @pytest.mark.parametrize("streams", [1, 70])
-def test_a_worker_that_dies_whatever_it_computes_ends_nobody(streams):
+def test_a_worker_that_crashes_whatever_it_computes_ends_no_request(streams):
     driver = Mortal(steps_ahead=4)
     driver.submit_innocents(streams)
     for losses in range(1, 61):
         plan = driver.plan()
         assert (plan.admitted_ids == [CANARY_ID]) is (losses > 3)
-        assert driver.core.distrust == (f"the worker was lost {losses - 1} times in a row before it answered anything"
-                                        if losses > 3 else "")  # fmt: skip
+        reason = f"the worker was lost {losses - 1} times in a row before it answered anything" if losses > 3 else ""
+        assert driver.core.quarantine.unreliable_reason == reason
         driver.lose_worker()
     assert not any(seen.finish for seen in driver.seen.values())
     driver.run()
     driver.check_answers()
-    assert driver.core.distrust == ""
+    assert driver.core.quarantine.unreliable_reason == ""
     assert driver.core.take_failures() == []
 
 
@@ -207,14 +207,14 @@ def test_a_clients_request_may_be_called_canary():
         driver.lose_worker()
     assert driver.plan().admitted_ids == [CANARY_ID]
     assert driver.answer()
-    assert driver.core.distrust == ""
+    assert driver.core.quarantine.unreliable_reason == ""
     assert list(driver.core.state.queue.requests) == ["canary"]
     driver.run()
     driver.check_answers()
     assert driver.core.state.queue.counters.sequences_finished == 1
 
 
-def test_a_canary_that_nobody_waits_for_any_more_is_the_last_that_is_computed():
+def test_a_canary_is_computed_last_after_all_requests_were_cancelled():
     driver = Mortal(steps_ahead=2)
     first = driver.submit([9] * 5, max_tokens=40)
     for _ in range(3):
@@ -222,17 +222,17 @@ def test_a_canary_that_nobody_waits_for_any_more_is_the_last_that_is_computed():
         driver.lose_worker()
     driver.cancel(first)
     assert not driver.core.state.queue.requests
-    assert driver.core.suspects == 0
+    assert driver.core.quarantine.suspects == 0
     assert driver.plan().admitted_ids == [CANARY_ID]
     assert driver.answer()
     assert driver.plan() is None
-    assert driver.core.state.queue.on_trial is None
-    assert driver.core.distrust == ""
+    assert driver.core.state.queue.quarantined is None
+    assert driver.core.quarantine.unreliable_reason == ""
     assert driver.core.state.pool.pages.in_use == len(driver.core.state.queue.waiting) == 0
 
 
 @pytest.mark.parametrize("end", ["broken", "too large"])
-def test_others_get_the_very_plan_in_which_the_last_on_trial_ends(end, monkeypatch):
+def test_other_samples_are_in_the_plan_in_which_the_last_suspect_ends(end, monkeypatch):
     driver = Mortal(steps_ahead=2)
     suspect = driver.submit([9] * 5, max_tokens=40)
     for _ in range(2):
@@ -250,7 +250,7 @@ def test_others_get_the_very_plan_in_which_the_last_on_trial_ends(end, monkeypat
         monkeypatch.setattr(Prefill, "_entry", breaking)
     else:
         driver.requests[suspect].limit = 10**6
-    assert driver.core.state.queue.on_trial is not None
+    assert driver.core.state.queue.quarantined is not None
     assert driver.plan().admitted_ids == [f"r{other}"]
     assert driver.seen[suspect].finish.reason is FinishReason.ERROR
 
@@ -260,16 +260,16 @@ def test_a_suspect_that_is_cancelled_is_forgotten_and_others_go_on():
     poison = driver.submit([9] * 5, max_tokens=30)
     driver.fatal[poison] = 4
     other = driver.submit([8] * 5, max_tokens=30)
-    while driver.core.state.queue.on_trial is None:
+    while driver.core.state.queue.quarantined is None:
         driver.step()
     driver.cancel(poison)
     driver.run()
     assert driver.seen[poison].finish.reason is FinishReason.CANCELLED
     assert driver.seen[other].tokens == driver.expected(other)[0]
-    assert driver.core.state.queue.on_trial is None
+    assert driver.core.state.queue.quarantined is None
 
 
-def test_who_is_on_trial_runs_alone_and_whoever_comes_waits():
+def test_suspects_run_alone_and_new_requests_wait():
     driver = Mortal(steps_ahead=2)
     first = driver.submit([9] * 5, max_tokens=40)
     second = driver.submit([8] * 5, max_tokens=40)
@@ -279,7 +279,7 @@ def test_who_is_on_trial_runs_alone_and_whoever_comes_waits():
         driver.lose_worker()
     late = driver.submit([7] * 5, max_tokens=3)
     ran = []
-    while driver.core.state.queue.on_trial is not None:
+    while driver.core.state.queue.quarantined is not None:
         driver.step()
         ran.append({sample.handle for sample in driver.core.state.pool.slots.running_samples()})
     assert [{first}, {second}] == [handles for at, handles in enumerate(ran[:-1]) if at == 0 or handles != ran[at - 1]]
@@ -288,7 +288,7 @@ def test_who_is_on_trial_runs_alone_and_whoever_comes_waits():
     assert len(driver.seen[late].tokens) == 3
 
 
-def test_a_worker_that_is_lost_while_it_owes_nothing_raises_no_suspicion():
+def test_a_worker_lost_without_plans_in_flight_makes_no_suspects():
     driver = Mortal(steps_ahead=2)
     driver.submit([9] * 5, max_tokens=40)
     for _ in range(10):
@@ -296,12 +296,12 @@ def test_a_worker_that_is_lost_while_it_owes_nothing_raises_no_suspicion():
         while driver.answer():
             pass
         driver.lose_worker()
-    assert driver.core.state.queue.on_trial is None
+    assert driver.core.state.queue.quarantined is None
     driver.run()
     driver.check_answers()
 
 
-def test_trials_get_through_where_hardly_anything_fits():
+def test_suspects_are_cleared_in_a_small_pool():
     shape = FakeShape(vocab_size=62, page_size=4, page_count=16, max_slots=8, max_tokens_per_step=16,
                       max_context_tokens=64, first_token=2)  # fmt: skip
     driver = Mortal(shape, steps_ahead=2, mode=AdmissionMode.PREDICTED)

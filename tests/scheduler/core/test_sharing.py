@@ -48,7 +48,7 @@ def test_a_prompt_is_prefilled_once_though_its_samples_run_one_after_the_other(s
 
 
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 8, 9, 43])
-def test_samples_of_prompts_of_any_length_say_what_they_would_say_alone(length):
+def test_samples_of_prompts_of_any_length_have_the_tokens_of_running_alone(length):
     driver = Driver(SHAPE)
     handle = driver.submit(PROMPT[:length], n=5, max_tokens=9)
     driver.run()
@@ -85,7 +85,7 @@ def test_requests_that_arrive_together_prefill_their_common_prefix_once():
     assert driver.model.prefilled_tokens == len(PROMPT) + 9 * 3
 
 
-def test_many_groups_of_samples_enter_together_when_their_leaders_are_gone_already():
+def test_many_requests_are_admitted_together_after_their_leaders_left():
     """The page a group's last sample is copied from is free behind it, and must not be copied onto in the same plan."""
     driver = Driver(SHAPE, steps_ahead=2)
     groups = [driver.submit([*PROMPT[: 5 + number], number + 5], n=9, max_tokens=2) for number in range(20)]
@@ -173,7 +173,7 @@ def test_a_lost_worker_costs_nothing_but_the_time():
      {"top": TopLogprobs(np.ones(1, np.int64), *np.zeros((2, 0)))},
      {"slots": [], "tokens": [], "failures": (SlotFailure(64, ""),)}],
 )  # fmt: skip
-def test_an_answer_that_makes_no_sense_is_refused_whole(wrong):
+def test_an_inconsistent_result_is_rejected_completely(wrong):
     driver = Driver(SHAPE)
     driver.submit(PROMPT, max_tokens=9)
     driver.core.plan(1)
@@ -188,7 +188,7 @@ def test_an_answer_that_makes_no_sense_is_refused_whole(wrong):
 
 
 @pytest.mark.parametrize("slots", [[63, 63], [63, 0], [62]])
-def test_an_answer_for_other_slots_than_the_plan_s_is_refused(slots):
+def test_a_result_for_other_slots_than_the_plan_s_is_rejected(slots):
     driver = Driver(SHAPE)
     for prompt in (PROMPT, [7] * 9):
         driver.submit(prompt, max_tokens=9)
@@ -245,7 +245,7 @@ def test_the_batch_is_sent_only_when_it_changes():
     assert [plan.batch is not None for plan in driver.plans] == [True, True] + [False] * 18
 
 
-def test_the_queue_is_bounded_and_says_when_to_come_back():
+def test_a_full_queue_rejects_requests_with_a_retry_time():
     core = Scheduler([b"a"] * 62, 62, Policy(max_queued=3))
     driver = Driver(SHAPE)
     core.open_sink(SINK)
@@ -257,14 +257,14 @@ def test_the_queue_is_bounded_and_says_when_to_come_back():
     assert refused.value.retry_after_s > 0
 
 
-def test_more_samples_than_the_queue_can_ever_hold_are_not_asked_to_come_back():
+def test_more_samples_than_the_queue_can_ever_hold_are_rejected_without_a_retry_time():
     driver = Driver(SHAPE, max_queued=3)
     with pytest.raises(InvalidRequest, match="max_queued_sequences") as refused:
         driver.submit(PROMPT, n=4, max_tokens=4)
     assert refused.value.field == "n"
 
 
-def test_the_retry_time_is_longer_for_more_places():
+def test_the_retry_time_is_longer_for_more_samples():
     driver = Driver(SHAPE, max_queued=100)
     retry_after_s = driver.core._intake.retry_after_s
     assert retry_after_s(1, 1.0) == 2.0  # nothing runs: there may be no worker
@@ -295,7 +295,7 @@ def test_handles_and_ids_in_use_are_refused():
         driver.submit(PROMPT, max_tokens=4)
 
 
-def test_what_can_never_fit_is_refused_with_what_to_raise():
+def test_a_request_that_can_never_fit_is_rejected_with_the_flag_to_raise():
     driver = Driver(FakeShape(vocab_size=62, page_size=4, page_count=5, max_context_tokens=256))
     with pytest.raises(InvalidRequest, match="kv_cache_num_tokens") as refused:
         driver.submit(PROMPT, max_tokens=4)
@@ -311,7 +311,7 @@ def test_deadlines_end_requests_wherever_they_are():
     driver.submit(PROMPT, max_tokens=50, deadline_ms=1000)
     driver.submit(PROMPT, max_tokens=50, deadline_ms=2000)
     driver.step()
-    assert driver.core.next_deadline_ms() == 1000
+    assert driver.core.deadlines.next_ms() == 1000
     driver.core.end_overdue(1500)
     driver.collect()
     assert [seen.finish and seen.finish.reason for seen in driver.seen.values()] == [FinishReason.DEADLINE, None]

@@ -61,7 +61,7 @@ def serve(queue, most=1):
     """The next ``most`` samples leave the queue, and are computed."""
     served = take(queue, most)
     for sample in served:
-        queue.charge(sample.request.priority, sample.request.fairness_key, sample.cost)
+        queue.charge(sample.request.priority, sample.request.fairness_key, sample.request.cost)
     return served
 
 
@@ -139,7 +139,7 @@ def test_every_history_is_served_by_the_rules_and_nothing_is_lost_or_doubled(age
         waiting = naive.samples()
         assert sorted(map(id, queue)) == sorted(map(id, waiting))
         assert len(queue) == len(waiting) == len(order)
-        assert queue.tokens == sum(sample.outstanding for sample in waiting)
+        assert queue.tokens == sum(sample.request.limit for sample in waiting)
         for sample in arrivals.made:
             assert sample.request.waiting == sum(each.request is sample.request for each in waiting)
     assert sorted(map(id, drain(queue, most))) == sorted(map(id, order))
@@ -155,7 +155,7 @@ def most_apart(queue, most):
     got, apart = dict.fromkeys(left, 0), 0
     for sample in drain(queue, most):
         key = sample.request.fairness_key
-        got[key] += sample.cost
+        got[key] += sample.request.cost
         left[key] -= 1
         if not all(left.values()):
             break
@@ -164,7 +164,7 @@ def most_apart(queue, most):
 
 
 @given(costs, costs, st.integers(1, 7))
-def test_keys_with_work_left_get_the_same_up_to_a_plan_and_a_sample(first, second, most):
+def test_keys_with_work_left_get_equal_service_up_to_a_plan_and_a_sample(first, second, most):
     arrivals = Arrivals()
     queue = filled([arrivals.sample(key="first", cost=c) for c in first])
     for cost in second:
@@ -243,7 +243,7 @@ def test_new_keys_without_end_do_not_starve_one_that_stays(arrivals):
     assert [sample.request.fairness_key for sample in served].count("stays") >= 2
 
 
-def test_a_key_that_never_waits_is_forgotten_when_nobody_waits(arrivals):
+def test_a_key_that_never_waits_is_forgotten_when_no_key_waits(arrivals):
     queue = filled([arrivals.sample(key="a"), arrivals.sample(key="b")])
     queue.charge(NORMAL, "a", 10**6)
     drain(queue)
@@ -265,7 +265,7 @@ def test_keys_that_come_and_go_do_not_starve_one_that_stays(arrivals):
     assert [served.count(key) for key in ("stays", "x", "y")] == [30, 30, 30]
 
 
-def test_what_ran_before_goes_first_of_its_key_the_last_one_foremost(arrivals):
+def test_preempted_samples_are_first_of_their_key_and_the_last_one_leads(arrivals):
     first, second, third, other = [arrivals.sample(key=key) for key in ("a", "a", "a", "b")]
     queue = filled([first, second, third, other])
     queue.remove(first)

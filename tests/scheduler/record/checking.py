@@ -21,7 +21,7 @@ def replayed(
         if plan.step == step:
             mutate(plan)
         checker.apply(plan)
-        checker.answered(recorded.result.result)
+        checker.result_received(recorded.result.result)
         yield checker
 
 

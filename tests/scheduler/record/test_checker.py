@@ -59,7 +59,7 @@ def more_cached(plan: plan_pb2.StepPlan) -> None:
     plan.batch.token_counts[list(plan.batch.slots).index(plan.admissions[0].slot)] -= 4
 
 
-GIVEN_TWICE = "given to be written on, and another sequence holds it"
+GIVEN_TWICE = "given out to write on, but another sequence holds it"
 MUTATIONS = {
     "a page appended to two sequences": (5, put("append_pages", 1, 23), GIVEN_TWICE),
     "a page in two admissions": (1, lambda plan: plan.admissions[1].pages.__setitem__(9, 10), GIVEN_TWICE),
@@ -75,7 +75,7 @@ MUTATIONS = {
         lambda plan: (plan.copy_source_pages.pop(), plan.copy_target_pages.pop()),
         "it does not hold the token at 12",
     ),
-    "a copy onto a page in use": (3, put("copy_target_pages", 0, 13), "copied onto, and this plan gives it to nobody"),
+    "a copy onto a page in use": (3, put("copy_target_pages", 0, 13), "the target of a copy, but not given out"),
     "a copy of a page that is copied onto": (
         3,
         put("copy_source_pages", 1, 18),
@@ -226,7 +226,7 @@ def test_a_stale_page_is_caught_when_its_owner_writes():
 
     def run(**parts) -> None:
         checker.apply(plan_pb2.StepPlan(step=checker.last.step + 1, **parts))
-        checker.answered(None)
+        checker.result_received(None)
 
     first = plan_pb2.Admission(slot=0, token_ids=range(8), pages=[0, 1], sampling=sampling)
     run(admissions=[first], batch=plan_pb2.Batch(slots=[0], token_counts=[8]))
@@ -234,7 +234,7 @@ def test_a_stale_page_is_caught_when_its_owner_writes():
     run(release_slots=[0], admissions=[owner], batch=plan_pb2.Batch(slots=[0], token_counts=[4]))
     reader = plan_pb2.Admission(slot=1, token_ids=range(9), cached_tokens=8, pages=[0, 1, 3], sampling=sampling)
     run(admissions=[reader], batch=plan_pb2.Batch(slots=[1]))
-    with pytest.raises(PlanViolation, match="step 4, slot 0, page 1: written to, and others hold it too"):
+    with pytest.raises(PlanViolation, match="step 4, slot 0, page 1: written to, but other sequences hold it"):
         run(batch=plan_pb2.Batch(slots=[0], token_counts=[4]))
 
 
@@ -255,7 +255,7 @@ def test_no_more_top_logprobs_than_the_vocabulary_has_tokens(steps):
 def test_more_plans_without_an_answer_than_agreed_are_refused(tmp_path):
     recording = record_small_run(tmp_path / "run")  # agreed: three
     steps = list(recording.steps())
-    for count, expected in ((3, ""), (4, "step 4: 4 plans without an answer, and plans_in_flight=3 was agreed")):
+    for count, expected in ((3, ""), (4, "step 4: 4 plans in flight, and plans_in_flight=3 was agreed")):
         for answered in (True, False):
             recorder = Recorder(str(tmp_path / f"{count}-{answered}"))
             recorder.connected(recording.info, 3)
@@ -274,7 +274,7 @@ def test_a_release_under_the_name_of_another_request_is_refused(tmp_path):
             step.plan.released_ids[1] = "long"
 
     recording = rewrite(record_small_run(tmp_path / "run"), tmp_path / "other", mutate)
-    expected = "step 12, slot 2: released as one of the request 'long', and it is another's (many:4)"
+    expected = "step 12, slot 2: released for the request 'long', but it is of another request (many:4)"
     assert check(recording).violation == expected
 
 

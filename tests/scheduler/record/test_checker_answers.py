@@ -30,7 +30,7 @@ def test_an_answer_that_does_not_fit_its_plan_is_refused(mutate, steps):
     answer = plan_pb2.StepResult.FromString(steps[3].result.result.SerializeToString())
     mutate(answer)
     with pytest.raises(ResultViolation, match="step 4"):
-        checker.answered(answer)
+        checker.result_received(answer)
 
 
 def logprobs_model(*, failing: bool = False) -> tuple[PlanChecker, plan_pb2.StepResult]:
@@ -90,7 +90,7 @@ def test_logprobs_that_are_not_what_the_rows_asked_for_are_refused(mutate, messa
     checker, answer = logprobs_model()
     mutate(answer)
     with pytest.raises(ResultViolation, match=message):
-        checker.answered(answer)
+        checker.result_received(answer)
 
 
 def test_logprobs_that_nobody_asked_for_are_refused(steps):
@@ -100,13 +100,13 @@ def test_logprobs_that_nobody_asked_for_are_refused(steps):
         answer = plan_pb2.StepResult.FromString(steps[3].result.result.SerializeToString())
         getattr(answer, field).extend(values)
         with pytest.raises(ResultViolation, match=rf"^step 4: .*{field}"):
-            checker.answered(answer)
+            checker.result_received(answer)
 
 
 def test_logprobs_that_were_asked_for_pass():
     for failing in (False, True):
         checker, answer = logprobs_model(failing=failing)
-        assert checker.answered(answer) == 3
+        assert checker.result_received(answer) == 3
 
 
 @pytest.mark.parametrize("sent", [False, True])
@@ -123,7 +123,7 @@ def test_where_only_a_failed_row_asked_the_arrays_may_be_there_and_are_empty_of_
     if sent:
         answer.logprobs.append(math.nan)
         answer.top_counts.append(0)
-    assert checker.answered(answer) == 1
+    assert checker.result_received(answer) == 1
 
 
 def test_a_slot_that_failed_has_no_token_and_runs_until_its_release(steps):
@@ -135,7 +135,7 @@ def test_a_slot_that_failed_has_no_token_and_runs_until_its_release(steps):
             at = list(answer.slots).index(3)
             del answer.slots[at], answer.token_ids[at]
             answer.failures.add(slot=3, message="not a number")
-        checker.answered(answer)
+        checker.result_received(answer)
     assert checker.slots.known[3] == checker.slots.known[2]
 
 
@@ -169,7 +169,7 @@ WRONG_SCORES = {
 
 def test_right_scores_of_a_prompt_pass():
     checker, result = scores_model()
-    assert checker.answered(result) == 0
+    assert checker.result_received(result) == 0
 
 
 @pytest.mark.parametrize(("spoil", "message"), WRONG_SCORES.values(), ids=WRONG_SCORES)
@@ -177,7 +177,7 @@ def test_wrong_scores_of_a_prompt(spoil, message):
     checker, result = scores_model()
     spoil(result)
     with pytest.raises(ResultViolation, match=message):
-        checker.answered(result)
+        checker.result_received(result)
 
 
 def test_scores_that_a_worker_does_not_have_are_not_asked_for(steps):
@@ -199,10 +199,10 @@ def test_a_row_with_processed_logprobs_may_have_fewer_tokens(count, good):
     answer.top_token_ids.extend(range(count))
     answer.top_logprobs.extend([-1.0] * count)
     if good:
-        assert checker.answered(answer) == 1
+        assert checker.result_received(answer) == 1
         return
     with pytest.raises(ResultViolation, match="another number of top logprobs"):
-        checker.answered(answer)
+        checker.result_received(answer)
 
 
 @pytest.mark.parametrize("start", [1, 2, 3])
@@ -215,10 +215,10 @@ def test_scores_are_due_from_their_start(start):
     answer = plan_pb2.StepResult(step=1, slots=[0], token_ids=[9])
     answer.prompts.add(slot=0, start=2, logprobs=[-1.0, -1.0], ranks=[1, 1])
     if start == 2:
-        assert checker.answered(answer) == 1
+        assert checker.result_received(answer) == 1
         return
     with pytest.raises(ResultViolation, match="scores"):
-        checker.answered(answer)
+        checker.result_received(answer)
 
 
 @pytest.mark.parametrize(

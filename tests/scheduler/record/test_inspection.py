@@ -133,7 +133,7 @@ def test_inspection_ends_at_a_plan_that_breaks_the_contract_and_shows_it(recordi
     code, rows, text, _ = inspect(f"record={bad.path}", "step=12")
     assert code == 1
     assert ["5", "again:0", "17", "12", "3 12 11 27 26"] in rows
-    assert "cannot be followed any further: step 12, slot 5, page 3: it does not hold the token at 0" in text
+    assert "the rest of the recording cannot be shown: step 12, slot 5, page 3: it does not hold the token at 0" in text
 
 
 def test_a_title_that_is_wider_than_its_table_stays_in_one_line(recording, inspect):
@@ -158,7 +158,7 @@ def test_inspection_ends_where_a_file_is_damaged(recording, inspect):
     recording.path.write_bytes(content.replace(broken, b"\xff" * len(broken)))
     code, rows, text, _ = inspect(f"record={recording.path}", "page=18")
     assert (code, ["3", "10", "18"] in rows) == (1, True)
-    assert "cannot be followed any further" in text
+    assert "cannot be shown" in text
     assert "damaged, or no recording, at byte" in text
 
 
@@ -170,7 +170,7 @@ def test_an_answer_with_fewer_tokens_than_slots_ends_the_inspection_and_no_more(
     bad = rewrite(recording, tmp_path / "bad", mutate)
     code, rows, text, _ = inspect(f"record={bad.path}", "sequence=many:1")
     assert (code, rows[0][1]) == (1, "admitted")
-    assert "cannot be followed any further: step 6: 5 tokens for 6 slots" in text
+    assert "the rest of the recording cannot be shown: step 6: 5 tokens for 6 slots" in text
 
 
 def test_what_is_not_in_the_recording_is_said_to_be_missing(recording, inspect):

@@ -143,7 +143,7 @@ def test_a_disk_that_does_not_keep_up_cuts_the_recording_and_holds_nobody_up(tmp
         recorder.close()
     (recording,) = open_recordings(str(tmp_path))
     assert [step.plan.plan.step for step in recording.steps()] == [1, 2, 3]
-    reason = "the disk does not keep up: 1.3 MiB of messages wait for it, at most 1.0 may"
+    reason = "the disk is too slow: 1.3 MiB of messages wait, and 1.0 MiB are allowed"
     assert recording.ending == f"cut short: {reason}"
     (error,) = (log for log in logs if log["log_level"] == "error")
     assert (error["event"], error["reason"]) == ("the recording of plans ends here", reason)

@@ -192,7 +192,7 @@ async def test_a_worker_of_another_model_dtype_or_device_is_named(tmp_path, fake
     (warning,) = (line for line in lines if line.startswith("warning"))
     assert warning == (
         "warning: recorded with model='llama', dtype='bfloat16', device='cuda:0', and this worker has model='fake',"
-        " dtype='float32', device='fake': it may well answer other tokens"
+        " dtype='float32', device='fake': its tokens may differ"
     )
     assert json.loads(lines[-1])["mismatch"] == {
         "model": {"recorded": "llama", "worker": "fake"},

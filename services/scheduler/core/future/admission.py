@@ -1,4 +1,4 @@
-"""Decides which waiting sequences may run now: as many as keep the whole curve of pages within the pool."""
+"""Decides which waiting samples may run now, so that the forecast stays within the pool at every step."""
 
 import numpy as np
 
@@ -6,19 +6,20 @@ from services.scheduler.core.future.forecast import Forecast, Sequences, growth,
 from services.scheduler.core.queue.lengths import MOST_CLASSES
 from services.scheduler.core.state import State
 
-_MOST_BEHIND = 32  # samples let in at once behind a head of the queue that does not fit
+PageForecast = tuple[tuple[int, int], ...]  # (steps from now, pages)
+_FORECAST_STEPS = (1, 10, 100, 1000)  # for dashboards
+_MOST_BEHIND = 32  # samples admitted in one plan past the first sample that does not fit
 
 
 class Admission:
-    """The future of the pool while the plan ``step`` is being built. Make one for each plan.
+    """The admission rule for one plan, ``step``, while it is built.
 
-    Sequences that are guaranteed are counted to their limits, others to their predicted ends. What predictions fill
-    leaves a margin: so many standard deviations of the lengths of all predicted sequences together, which is large as
-    long as little is known about them.
+    Guaranteed sequences count with their limits, and others with their predicted lengths. A margin of pages stays free
+    for wrong predictions: a number of standard deviations of the total length of all predicted sequences.
     """
 
     def __init__(self, state: State, step: int, without: np.ndarray | None = None) -> None:
-        """``without``: slots taken to be given up before."""
+        """Make the rule for the sequences that run, except those in the slots ``without``."""
         self._state = state
         self._running = running_sequences(state.pool.slots, step, without)
         active = state.pool.slots.running_slots()
@@ -29,12 +30,12 @@ class Admission:
         self._forecast: Forecast | None = None
 
     def select(self, candidates: Sequences, classes: np.ndarray) -> np.ndarray:
-        """Indices of the candidates that may be admitted now.
+        """Return the indices of the candidates that may be admitted now: int64.
 
-        All from the first on, as far as they fit together. Then the first that does not fit gets its place in the
-        future, and others are let in that leave it to it (backfilling: Lifka 1995).
+        These are the first candidates that fit together. The next candidate gets a reservation at the first step at
+        which it fits, and later candidates are admitted if they leave it this reservation (backfilling, Lifka 1995).
 
-        ``classes``: int64, of the length predictor, -1 = guaranteed.
+        ``classes`` are those of the length predictor, int64, -1 = guaranteed.
         """
         count = self.fitting(candidates, classes)
         chosen = list(range(count))
@@ -43,7 +44,7 @@ class Admission:
         return np.array(chosen, np.int64)
 
     def fitting(self, candidates: Sequences, classes: np.ndarray) -> int:
-        """How many from the first on fit. By bisection: each one more raises the curve or leaves it."""
+        """Return how many of the first candidates fit, by bisection, as no candidate lowers the forecast."""
         fits, fails, trial = 0, len(classes) + 1, len(classes)
         while fails - fits > 1:
             first = np.arange(trial)
@@ -55,36 +56,36 @@ class Admission:
         return fits
 
     def _behind(self, candidates: Sequences, classes: np.ndarray, head: int) -> list[int]:
-        """Those behind ``head``, who waits, that fit from now to their ends beside all before it and its own place.
+        """Return the candidates after ``head`` that fit beside all candidates before it and its reservation.
 
-        A candidate counts with all its pages from the first step on, so this admits somewhat less than could be.
+        A candidate counts with all its pages from the first step on, so the result is conservative.
         """
         limit, page_size = int(self._limit(classes)), self._state.pool.shape.page_size
-        curve = self._at_hand(candidates).with_candidates(candidates.take(np.arange(head)))
+        curve = self.forecast_for(candidates).with_candidates(candidates.take(np.arange(head)))
         largest = candidates.pages + growth(candidates, page_size)[1]
         end = int(candidates.end[head])
         start = _first_gap(curve + largest[head] > limit, end)
         curve[start : start + end] += largest[head]
-        room = np.minimum.accumulate(limit - curve)  # until each step
+        room = np.minimum.accumulate(limit - curve)  # pages that are free from now through each step
         chosen = []
         for index in range(head + 1, len(classes)):
             end = len(room) if candidates.lent[index] else min(int(candidates.end[index]), len(room))
             if largest[index] <= room[end - 1]:
                 chosen.append(index)
-                room -= largest[index]  # also behind its end: it may be late
+                room -= largest[index]  # also after its end, as it may end later
                 if len(chosen) == _MOST_BEHIND:
                     break
         return chosen
 
     def fits(self, candidates: Sequences, classes: np.ndarray) -> bool:
-        """Whether the pool holds everything at every step with all of ``candidates`` in it."""
+        """Return whether the forecast stays within the pool if all ``candidates`` are admitted."""
         limit = self._limit(classes)
-        if self._forecast is None and self._at_most(candidates) <= limit:
+        if self._forecast is None and self._upper_bound(candidates) <= limit:
             return True
-        return bool(self._at_hand(candidates).with_candidates(candidates).max() <= limit)
+        return bool(self.forecast_for(candidates).with_candidates(candidates).max() <= limit)
 
     def _limit(self, classes: np.ndarray) -> float:
-        """Pages that may be in use. A sequence that is alone may have them all."""
+        """Return how many pages may be in use. A single sequence may use all."""
         state = self._state
         if len(self._running.length) + len(classes) <= 1:
             return state.pool.pages.size
@@ -94,16 +95,16 @@ class Admission:
             - state.policy.margin * state.queue.lengths.deviation(counts) / state.pool.shape.page_size
         )
 
-    def _at_most(self, candidates: Sequences) -> int:
-        """A bound on the peak: everything that runs and every candidate at its largest, all at once."""
+    def _upper_bound(self, candidates: Sequences) -> int:
+        """Return an upper bound on the forecast: all sequences and candidates at their greatest length together."""
         pool, tree, page_size = self._state.pool.pages, self._state.pool.tree, self._state.pool.shape.page_size
-        unheld = set(candidates.node[tree.users[candidates.node] == 0].tolist())
-        cached = sum(int(tree.depth[node]) for node in unheld)
+        unused = set(candidates.node[tree.users[candidates.node] == 0].tolist())
+        cached = sum(int(tree.depth[node]) for node in unused)
         grown = sum(int(growth(sequences, page_size)[1].sum()) for sequences in (self._running, candidates))
         return pool.in_use + cached + grown + int((candidates.pages - tree.depth[candidates.node]).sum())
 
-    def _at_hand(self, candidates: Sequences) -> Forecast:
-        """The forecast of what runs, made once, far enough for ``candidates``."""
+    def forecast_for(self, candidates: Sequences) -> Forecast:
+        """Return the forecast of the running sequences, up to the last end of ``candidates``. Cached."""
         horizon = int(max(self._running.end.max(initial=0), candidates.end.max(initial=0))) + 1
         if self._forecast is None or self._forecast.horizon < horizon:
             self._forecast = forecast_running(self._state, self._running, horizon)
@@ -111,13 +112,13 @@ class Admission:
 
 
 def _first_gap(full: np.ndarray, length: int) -> int:
-    """The first step of ``length`` in a row that are not ``full``; all are free behind the last."""
+    """Return the first of ``length`` steps in a row that are not ``full``. All steps after the array are free."""
     edges = np.concatenate(([-1], np.flatnonzero(full), [len(full) + length]))
     return int(edges[np.argmax(np.diff(edges) > length)]) + 1
 
 
 def forecast_running(state: State, running: Sequences, horizon: int) -> Forecast:
-    """The forecast of what runs, shares of prompts included."""
+    """Return the forecast of the running sequences and the prompt shares, for ``horizon`` steps."""
     shares = [share for share in state.pool.sharing.values() if share.ready_step]
     extra = sum(share.owns_last_page for share in shares)
     nodes = [share.node for share in shares]
@@ -125,6 +126,15 @@ def forecast_running(state: State, running: Sequences, horizon: int) -> Forecast
 
 
 def running_curve(state: State, step: int) -> np.ndarray:
-    """Pages in use by the running sequences from ``step`` on, until the last is gone."""
+    """Return the pages in use from ``step`` until the last running sequence ends: int64."""
     running = running_sequences(state.pool.slots, step)
     return forecast_running(state, running, int(running.end.max(initial=0)) + 1).curve
+
+
+def forecast_pages(state: State) -> PageForecast:
+    """Return the pages in use at four future steps; empty without a worker. Takes 0.5 ms for 8,192 sequences."""
+    if not state.attached:
+        return ()
+    running = running_sequences(state.pool.slots, state.pool.step)
+    curve = forecast_running(state, running, _FORECAST_STEPS[-1] + 1).curve
+    return tuple((steps, int(curve[steps])) for steps in _FORECAST_STEPS)

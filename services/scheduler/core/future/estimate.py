@@ -10,18 +10,18 @@ from services.scheduler.core.future.admission import running_curve
 from services.scheduler.core.request import Request, Sample
 from services.scheduler.core.state import State
 
-# Waiting samples that are placed one by one; further ones are taken to start at the pace of these.
+# Waiting samples that are placed one by one. Further samples are assumed to start at the same rate.
 _PLACED = 512
-_MOST_LOOKED_AT = 4096  # waiting samples; what is behind them is taken to be as many as are left
-_MOST_CELLS = 4 * 1024 * 1024  # of curve looked through for all of them: the step loop waits meanwhile
+_MOST_READ = 4096  # waiting samples that are read; only the number of further samples is used
+_MOST_CELLS = 4 * 1024 * 1024  # entries of the forecast that are read for all samples, as the step loop waits meanwhile
 
 
 class Estimate(NamedTuple):
-    """When a request starts and finishes, in steps from now."""
+    """Start and finish of a request, in steps from now."""
 
     start: int  # first token
     finish: int  # last token
-    curve: np.ndarray  # int64, pages in use at steps 0, 1, ...; the subject and what comes before it included
+    curve: np.ndarray  # int64, pages in use at steps 0, 1, ..., with the request and the samples before it
 
 
 def steps_until_released(state: State, count: int) -> int:
@@ -39,11 +39,11 @@ def estimate(state: State, subject: Request) -> Estimate:
     and of higher classes.
     """
     start, finish = _of_running(state, subject)
-    queue, passed_over = _before(state, subject)
+    queue, left_out = _before(state, subject)
     if not queue or queue[-1].request is not subject:
         return Estimate(start or 0, finish, running_curve(state, state.pool.step))
     placement = Placement(state)
-    for sample, begins, ends in placement.place(queue, passed_over):
+    for sample, begins, ends in placement.place(queue, left_out):
         if sample.request is subject:
             start = begins if start is None else min(start, begins)
             finish = max(finish, ends)
@@ -53,9 +53,9 @@ def estimate(state: State, subject: Request) -> Estimate:
 def _before(state: State, subject: Request) -> tuple[list[Sample], int]:
     """Return the waiting samples up to the last of ``subject``, in the order of service.
 
-    The number is that of samples of a long queue that are left out before the last samples of ``subject``.
+    The number is that of the samples of a long queue that are missing before the last samples of ``subject``.
     """
-    waiting = state.in_order(_MOST_LOOKED_AT)
+    waiting = state.in_order(_MOST_READ)
     if subject.samples:
         mine = [sample for sample in subject.samples if sample.slot < 0 and not sample.finished]
         within = [index for index, sample in enumerate(waiting) if sample.request is subject]
@@ -65,7 +65,7 @@ def _before(state: State, subject: Request) -> tuple[list[Sample], int]:
     else:
         mine = [Sample(subject, index, 0, 0) for index in range(subject.n)]
         waiting = [sample for sample in waiting if sample.request.priority <= subject.priority]
-    return waiting + mine, max(0, len(state.queue.waiting) - _MOST_LOOKED_AT - len(mine))
+    return waiting + mine, max(0, len(state.queue.waiting) - _MOST_READ - len(mine))
 
 
 def _expected(state: State, samples: list[Sample]) -> npt.NDArray[np.int64]:
@@ -79,42 +79,39 @@ def _expected(state: State, samples: list[Sample]) -> npt.NDArray[np.int64]:
     return expected
 
 
+def running_steps(state: State, chosen: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the steps of the first and the last token of the sequences in the slots ``chosen``: int64 each."""
+    slots, known, given = state.pool.slots, state.pool.slots.known[chosen], state.pool.slots.given[chosen]
+    to_prefill = np.maximum(given - slots.scheduled[chosen], 0)
+    first = np.where(known > given, 0, 1 + to_prefill // state.pool.shape.max_tokens_per_step)
+    return first, first + np.maximum(slots.total[chosen] - known, 0)
+
+
 def _of_running(state: State, subject: Request) -> tuple[int | None, int]:
-    """Return (start, finish) of the subject's samples that run or have finished."""
-    start: int | None = None
-    finish = 0
-    for sample in subject.samples:
-        if sample.finished:
-            start = 0
-        elif sample.slot >= 0:
-            slots, slot = state.pool.slots, sample.slot
-            missing = int(slots.given[slot] - slots.scheduled[slot])
-            sampled = slots.known[slot] > slots.given[slot]
-            begins = 0 if sampled else 1 + max(0, missing) // state.pool.shape.max_tokens_per_step
-            start = begins if start is None else min(start, begins)
-            finish = max(finish, begins + int(max(0, slots.total[slot] - slots.known[slot])))
-    return start, finish
+    """Return (start, finish) of the samples of ``subject`` that run or have finished."""
+    own = [sample.slot for sample in subject.samples if sample.slot >= 0 and not sample.finished]
+    first, last = running_steps(state, np.array(own, np.int64))
+    starts = [0] * any(sample.finished for sample in subject.samples) + first.tolist()
+    return min(starts, default=None), int(last.max(initial=0))
 
 
 class Placement:
-    """Pages and slots in use at steps 0, 1, ..., with the samples that were placed so far."""
+    """Pages and slots in use at steps 0, 1, ..., by the running sequences and the samples placed so far."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self.pages = running_curve(state, state.pool.step)
         ends = np.clip((state.pool.slots.end_step - state.pool.step)[state.pool.slots.active], 0, len(self.pages))
-        gone = np.cumsum(np.bincount(ends, minlength=len(self.pages) + 1))[: len(self.pages)]
-        self._slots = state.pool.slots.running - gone
+        ended = np.cumsum(np.bincount(ends, minlength=len(self.pages) + 1))[: len(self.pages)]
+        self._slots = state.pool.slots.running - ended
 
-    def place(self, queue: list[Sample], passed_over: int = 0) -> Iterator[tuple[Sample, int, int]]:
+    def place(self, queue: list[Sample], left_out: int = 0) -> Iterator[tuple[Sample, int, int]]:
         """Yield each sample of ``queue`` with the steps of its first and its last token.
 
-        ``queue`` is in the order of service. ``passed_over`` samples are left out behind the first ones.
+        ``queue`` is in the order of service. ``left_out`` is the number of samples that it lacks.
         """
         state, shape = self._state, self._state.pool.shape
-        prefill = sum(
-            int(state.pool.slots.given[slot] - state.pool.slots.scheduled[slot]) for slot in state.pool.prefilling
-        )
+        prefill = state.pool.tokens_to_prefill()
         at, cells, placed = 0, 0, 0
         lengths = _expected(state, queue)
         for index, (sample, length) in enumerate(zip(queue, lengths.tolist(), strict=True)):
@@ -127,16 +124,16 @@ class Placement:
                 self._add(at, length, needed)
                 begins, placed = at, index + 1
             else:
-                begins = max(at * (index + 1 + passed_over) // placed, prefill // shape.max_tokens_per_step)
+                begins = max(at * (index + 1 + left_out) // placed, prefill // shape.max_tokens_per_step)
             begins += max(1, -(-sample.given // shape.max_tokens_per_step))
             yield sample, begins, begins + length - 1
 
     def _to_prefill(self, sample: Sample, before: Sample | None) -> int:
-        """Return the tokens to compute before a sample decodes: siblings share their prompt."""
+        """Return the tokens to compute before a sample decodes. Samples of a request share their prompt."""
         return 1 if before is not None and before.request is sample.request else sample.given
 
     def _first_fit(self, at: int, needed: int, length: int) -> int:
-        """Return the first step from ``at`` on behind which ``needed`` pages and a slot stay free."""
+        """Return the first step from ``at`` on after which ``needed`` pages and a slot stay free."""
         self._extend(at + length)
         total, most = self._state.pool.pages.size, self._state.pool.shape.max_running
         full = np.flatnonzero((self.pages[at:] + needed > total) | (self._slots[at:] >= most))

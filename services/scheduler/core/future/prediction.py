@@ -1,4 +1,4 @@
-"""Says when running sequences will end: at their limits, or as the predictor says."""
+"""Sets the lengths of sequences: limits for guaranteed sequences, predictions for others."""
 
 import numpy as np
 import numpy.typing as npt
@@ -8,13 +8,15 @@ from services.scheduler.core.state import State
 
 _GOLDEN = (5**0.5 - 1) / 2
 _Ints = npt.NDArray[np.int64]
-_REFRESH_STEPS = 32  # between two looks at what running sequences teach
+_REFRESH_STEPS = 32  # steps between two observations of all running sequences
 
 
 class Prediction:
-    """Predicted lengths are draws, not means: every sequence stands for one quantile of its class, the quantiles of
-    successive sequences are spread evenly (an additive recurrence with the golden ratio), so that the curve of many
-    sequences is that of the distribution. A sequence that outlives its length gets a new one. Owned by the core.
+    """Predicted lengths of sequences. Owned by the core.
+
+    A predicted length is a quantile of the class, not its mean. The quantiles of successive sequences are spread evenly
+    (an additive recurrence with the golden ratio), so that the lengths of many sequences have the distribution of the
+    class. A sequence that becomes longer than predicted gets a new prediction.
     """
 
     def __init__(self, state: State) -> None:
@@ -22,7 +24,7 @@ class Prediction:
         self._refreshed = 0
 
     def totals(self, samples: list[Sample]) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths, prompt included, at which waiting samples will end (int64), and their quantiles (float64)."""
+        """Return the final lengths of waiting samples, prompt included (int64), and their quantiles (float64)."""
         limits = np.array([sample.request.limit for sample in samples], np.int64)
         quantiles = np.array([sample.arrival for sample in samples], np.int64) * _GOLDEN % 1
         chosen = np.array([index for index, sample in enumerate(samples) if not sample.guaranteed], np.int64)
@@ -33,7 +35,7 @@ class Prediction:
         return limits, quantiles
 
     def refresh(self, step: int) -> None:
-        """Before the plan ``step``: new lengths for sequences that should be gone, and from time to time for all."""
+        """Predict again before the plan ``step``: sequences past their predicted end, and sometimes all sequences."""
         state, slots = self._state, self._state.pool.slots
         running = slots.running_slots()
         if 0 <= step - self._refreshed < _REFRESH_STEPS:
@@ -41,20 +43,20 @@ class Prediction:
         else:
             chosen, self._refreshed = running, step
             ages = slots.known[running] - slots.prompt[running]
-            state.queue.lengths.refresh(slots.length_class[running], ages, slots.looked_at[running])
-            slots.looked_at[running] = ages
+            state.queue.lengths.refresh(slots.length_class[running], ages, slots.observed_age[running])
+            slots.observed_age[running] = ages
         if len(chosen):
             chosen = chosen[~slots.guaranteed[chosen]]
         if len(chosen):
-            # A new quantile each time: those with low ones are drawn anew more often, and high ones would be left.
+            # The quantile changes each time. Otherwise low quantiles would be replaced sooner, and high ones remain.
             slots.quantile[chosen] = (slots.quantile[chosen] + _GOLDEN) % 1
             known = slots.known[chosen]
             classes, limits = slots.length_class[chosen], slots.limit[chosen]
             total = self._draw(classes, slots.prompt[chosen], known, limits, slots.quantile[chosen])
-            slots.end_step[chosen] += total - slots.total[chosen]  # a token of every step
+            slots.end_step[chosen] += total - slots.total[chosen]  # one token for each step
             slots.total[chosen] = total
 
     def _draw(self, classes: _Ints, prompts: _Ints, known: _Ints, limits: _Ints, quantiles: np.ndarray) -> _Ints:
-        """Total lengths, int64; arrays beside each other, lengths in tokens."""
+        """Return final lengths in tokens, prompt included: int64."""
         drawn = self._state.queue.lengths.draw(classes, np.maximum(known - prompts, 0), quantiles)
         return np.minimum(prompts + np.minimum(drawn, limits), limits)

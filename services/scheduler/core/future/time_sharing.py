@@ -1,16 +1,16 @@
-"""Shares the time of the device between keys whose demands differ: keys of small demand have steps of their own.
+"""Shares the time of the device between keys of different demand: keys of small demand get their own steps.
 
 A step lasts as long as all of its tokens need. A key that computes one token in each step would be slowed down by the
-prompts of another key, though it uses less than its share. So while some keys want much less of a step than others,
-most plans hold the others back: their sequences keep slots and pages, and compute nothing. Both sides get the same
-time: a plan with everything in it earns the time that plans of the small demands spend afterwards. A plan costs its
-tokens and the fixed cost of a step, ``Queue.step_cost``.
+prompts of another key, though it uses less than its share. So while some keys need much less of a step than others,
+most plans pause the others: their sequences keep slots and pages, and compute nothing. Both sides get the same time: a
+plan without paused sequences earns the time that later plans of small demands spend. A plan costs its tokens and the
+fixed cost of a step, ``Queue.step_cost``.
 
-Steps with few tokens use the device badly. So a key has steps of its own only if it was served less than half of its
-fair share lately, or if it is through in a moment: busy keys whose demands go up and down share full steps.
+Steps with few tokens use the device badly. So a key gets its own steps only if it recently got less than half of its
+fair share, or if its work is nearly complete. Busy keys with varying demand share full steps.
 
-Sequences that are held back end one step later. Where the forecast says that the pool could then be too small, nothing
-is held back. With one key there is nothing to share, and this module does nothing.
+Paused sequences end one step later. No sequence is paused if the pool could then be too small. With one key, this
+module does nothing.
 """
 
 from typing import NamedTuple
@@ -22,14 +22,14 @@ from services.scheduler.core.future.forecast import running_sequences
 from services.scheduler.core.state import State
 
 _SHORTER = 1.5  # a step that is not shorter by this factor is not worth a plan
-_SOON = 2.0  # a key whose work is at most this multiple of a step's fixed cost is through in a moment
+_SOON = 2.0  # work of at most this multiple of a step's fixed cost counts as nearly complete
 
 
 class TimeSlice(NamedTuple):
-    """Which keys a plan computes tokens for."""
+    """The keys for which a plan computes tokens."""
 
-    keys: frozenset[str]  # whose waiting samples may be admitted
-    held: np.ndarray  # bool ``[slots]``: they compute nothing in this plan
+    keys: frozenset[str]  # keys whose waiting samples may be admitted
+    paused: np.ndarray  # bool [slots], slots that compute nothing in this plan
 
 
 class TimeSharing:
@@ -37,18 +37,18 @@ class TimeSharing:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._credit = 0.0  # what plans with everything cost that small demands have not spent since
+        self._credit = 0.0  # cost of full plans that plans of small demands have not spent
 
     def next(self) -> TimeSlice | None:
-        """Return which keys the plan that is built now serves, or None for all keys."""
+        """Return the keys that the next plan serves, or None for all keys. Postpone the ends of paused sequences."""
         state = self._state
         most = state.queue.step_cost + state.pool.shape.max_tokens_per_step
-        if state.queue.on_trial is not None or not state.several_keys:
+        if state.queue.quarantined is not None or not state.several_keys:
             self._credit = most
             return None
         demands = self._demands()
         behind, soon = state.queue.recent.behind(demand.key for demand in demands), _SOON * state.queue.step_cost
-        demands = [demand._replace(may=demand.left <= soon or demand.key in behind) for demand in demands]
+        demands = [demand._replace(may_run_alone=demand.left <= soon or demand.key in behind) for demand in demands]
         whole = state.queue.step_cost + min(
             sum(demand.tokens for demand in demands), state.pool.shape.max_tokens_per_step
         )
@@ -57,22 +57,15 @@ class TimeSharing:
         if not small:
             self._credit = whole
             return None
-        if self._credit < cost or (held := self._hold(demands, small)) is None:
+        if self._credit < cost or (paused := self._pause(demands, small)) is None:
             self._credit = min(self._credit + whole, most)
             return None
         self._credit -= cost
-        return TimeSlice(frozenset(demand.key for demand in small), held)
-
-    def begin(self, time_slice: TimeSlice) -> None:
-        """Postpone the ends of the sequences that are held back."""
-        self._state.pool.slots.end_step[time_slice.held] += 1
-
-    def undo(self, time_slice: TimeSlice) -> None:
-        """Take ``begin`` back: the plan would have been empty."""
-        self._state.pool.slots.end_step[time_slice.held] -= 1
+        self._state.pool.slots.end_step[paused] += 1
+        return TimeSlice(frozenset(demand.key for demand in small), paused)
 
     def _demands(self) -> list["_Demand"]:
-        """Return what each key could compute now."""
+        """Return the demand of each key."""
         state, slots = self._state, self._state.pool.slots
         running, most = slots.running_slots(), state.pool.shape.max_tokens_per_step
         tokens = np.bincount(
@@ -95,43 +88,42 @@ class TimeSharing:
             )
         return [demand for demand in found.values() if demand.tokens]
 
-    def _hold(self, demands: list["_Demand"], small: list["_Demand"]) -> np.ndarray | None:
-        """Return which slots are held back, bool ``[slots]``; None if the pool does not allow it."""
+    def _pause(self, demands: list["_Demand"], small: list["_Demand"]) -> np.ndarray | None:
+        """Return the slots to pause, bool ``[slots]``, or None if the pool is too small for that."""
         state, slots = self._state, self._state.pool.slots
         others = np.ones(state.pool.running_keys.size, bool)
         others[[demand.number for demand in small if demand.number >= 0]] = False
         running = slots.running_slots()
-        # Of a higher class than the small demands nothing is held back.
+        # Sequences of a higher class than the small demands are not paused.
         chosen = others[slots.key[running]] & (slots.priority[running] >= small[0].priority)
         chosen &= _wanted(state, running) > 0
-        held = np.zeros(len(slots.active), bool)
-        held[running[chosen]] = True
-        return held if self._fits(running, chosen) else None
+        paused = np.zeros(len(slots.active), bool)
+        paused[running[chosen]] = True
+        return paused if self._fits(chosen) else None
 
-    def _fits(self, running: np.ndarray, held: np.ndarray) -> bool:
-        """Return whether the pool holds everything that runs if the ``held`` of ``running`` are a step later."""
-        state, slots, pool = self._state, self._state.pool.slots, self._state.pool.pages
-        most = -(-(slots.limit[running] - 1) // pool.page_size)
-        if pool.in_use + int(np.maximum(most - slots.page_count[running], 0).sum()) <= pool.size:
+    def _fits(self, paused: np.ndarray) -> bool:
+        """Return whether the pool suffices if the running sequences ``paused``, bool, end a step later."""
+        state, pool = self._state, self._state.pool
+        if pool.holds_longest():
             return True
-        sequences = running_sequences(slots, state.pool.step)
-        later = sequences._replace(end=sequences.end + held, delay=sequences.delay + held)
-        return bool(forecast_running(state, later, int(later.end.max(initial=0)) + 1).curve.max() <= pool.size)
+        sequences = running_sequences(pool.slots, pool.step)
+        later = sequences._replace(end=sequences.end + paused, delay=sequences.delay + paused)
+        return bool(forecast_running(state, later, int(later.end.max(initial=0)) + 1).curve.max() <= pool.pages.size)
 
 
 class _Demand(NamedTuple):
-    """What a key could compute in the next plan, if it had it for itself."""
+    """The tokens that a key could compute in the next plan if no other key had requests."""
 
     key: str
     priority: int  # the highest class of its samples
     tokens: int
-    number: int  # of `RunningKeys`; -1: none of its sequences runs
-    left: int  # tokens until all of its work is done, answers of waiting samples aside
-    may: bool = False  # it may have steps of its own
+    number: int  # number in ``Pool.running_keys``; -1 = no sequence of it runs
+    left: int  # tokens of all of its work, without the answers of waiting samples
+    may_run_alone: bool = False  # it may have its own steps
 
 
 def _wanted(state: State, running: np.ndarray) -> np.ndarray:
-    """Return the tokens that sequences could compute next, int64 beside ``running``."""
+    """Return the tokens that sequences could compute next: int64 beside ``running``."""
     slots = state.pool.slots
     missing = np.maximum(slots.given[running] - slots.scheduled[running], 0)
     decodes = (missing == 0) & (slots.scheduled[running] < slots.limit[running] - 1)
@@ -140,11 +132,14 @@ def _wanted(state: State, running: np.ndarray) -> np.ndarray:
 
 
 def _small(demands: list[_Demand], step_cost: float, whole: float) -> list[_Demand]:
-    """Return the demands that have a plan of their own: of the highest class, as many of the smallest as leave it much
-    shorter than ``whole``, the cost of a plan with everything. Empty if there are none."""
+    """Return the demands that get their own plan, or an empty list.
+
+    These are the smallest demands of the highest class for which the plan costs much less than ``whole``, the cost of a
+    plan with all demands.
+    """
     top = min((demand.priority for demand in demands), default=0)
-    may = [demand for demand in demands if demand.priority == top and demand.may]
-    ordered = sorted(may, key=lambda demand: demand.tokens)
+    alone = [demand for demand in demands if demand.priority == top and demand.may_run_alone]
+    ordered = sorted(alone, key=lambda demand: demand.tokens)
     cost, count = step_cost, 0
     for demand in ordered:
         cost += demand.tokens

@@ -1,4 +1,4 @@
-"""Why a sample ends, and what its client is told."""
+"""The reason for the end of a sample, and the message about it."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from services.scheduler.core.request import Finish, FinishReason, Sample
 
 
 class Ending(NamedTuple):
-    """Why a sample ends."""
+    """The end of a sample, before it is carried out."""
 
     sample: Sample
     reason: FinishReason
@@ -17,6 +17,7 @@ class Ending(NamedTuple):
 
 
 def finish_of(ending: Ending) -> Finish:
+    """Return the message for the client about ``ending``. ``sample.known`` must be up to date."""
     sample, request = ending.sample, ending.sample.request
     started, first, last = sample.first_plan_ns, sample.first_token_ns, sample.last_token_ns
     return Finish(

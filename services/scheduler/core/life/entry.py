@@ -12,38 +12,34 @@ class Entry(NamedTuple):
 
     samples: list[Sample]
     tokens: np.ndarray  # uint32, all known tokens
-    cached: int  # the first tokens, whose keys and values are computed
-    node: int  # of the prefix tree: its path is the beginning of their page tables
-    copied_page: int = -1  # page with the other cached tokens, which each sample copies; -1 = none
-    leads: bool = False  # its siblings wait until its prompt is computed
-    shared: bool = False  # siblings that have only their last token to compute
+    cached: int  # number of leading tokens whose keys and values are computed
+    node: int  # of the prefix tree; the page tables begin with the pages of its path
+    copied_page: int = -1  # page with the rest of the cached tokens, which each sample copies; -1 = none
+    leads: bool = False  # the other samples of the request wait until it has computed the prompt
+    shared: bool = False  # only the last token is left to compute, as another sample computed the prompt
 
     def lent_pages(self, page_size: int) -> int:
-        """Return how many leading pages siblings will need: those of all tokens but the last."""
+        """Return how many leading pages the other samples will need: those of all tokens but the last."""
         return -(-(len(self.tokens) - 1) // page_size) if self.leads else 0
 
 
-class Placed(NamedTuple):
-    """Slots of an entry."""
-
-    slots: np.ndarray  # int64 [samples]
-    tables: np.ndarray  # int32 [samples, pages], page tables
+Placed = tuple[np.ndarray, np.ndarray]  # slots of an entry, int64 [samples], and page tables, int32 [samples, pages]
 
 
 class Lengths(NamedTuple):
-    """Expected ends of sequences; arrays ``[sequences]``, as the columns of the same names in ``Slots``."""
+    """Expected ends of sequences. Arrays ``[sequences]``, named as the columns of ``Slots`` for which they are."""
 
     total: np.ndarray  # int64
     quantile: np.ndarray  # float64
     end_step: np.ndarray  # int64
 
     def take(self, chosen: np.ndarray) -> "Lengths":
-        """Return the rows ``chosen``, indices or bools."""
+        """Return the rows ``chosen``, which are indices or bools."""
         return Lengths(*(column[chosen] for column in self))
 
 
 class SlotColumns(NamedTuple):
-    """Values that all samples of an entry have in common, named as the columns of ``Slots`` that they go to."""
+    """Values that all samples of an entry share, named as the columns of ``Slots`` for which they are."""
 
     given: int
     prompt: int
@@ -61,7 +57,7 @@ class SlotColumns(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What an entry puts into its slots."""
+    """Values of an entry for its slots."""
 
     columns: SlotColumns
-    stop_states: list[int]  # beside its samples, as in ``Slots``
+    stop_states: list[int]  # beside the samples, as in ``Slots``

@@ -1,4 +1,4 @@
-"""A request enters the queue, or is refused and leaves no trace."""
+"""Puts requests into the queue, or rejects them."""
 
 from itertools import count
 
@@ -11,22 +11,25 @@ from services.scheduler.core.queue.deadlines import Deadlines
 from services.scheduler.core.request import AdmissionMode, Priority, Request, Sample, WorkerShape
 from services.scheduler.core.state import State
 
-CANARY_ID = ""  # no client's: those that name none get one
+CANARY_ID = ""  # never the id of a client's request
 _SHORTEST_RETRY_S = 0.1
-_WORKER_RETRY_S = 2.0  # while there is no worker, or it has nothing yet
+_WORKER_RETRY_S = 2.0  # if no sequence runs
 
 
 class Intake:
-    """Owned by the core."""
+    """Checks requests and adds their samples to the queue. Owned by the core."""
 
     def __init__(self, state: State, deadlines: Deadlines) -> None:
         self._state = state
         self._deadlines = deadlines
         self._arrivals = count()
 
-    def queue(self, request: Request, handles: dict[int, Sample], now_ns: int, step_s: float) -> None:
-        """``handles``: the unfinished samples of its sink, which gets those of ``request``. ``step_s``: recent time of
-        a step. When it raises, nothing happened."""
+    def submit(self, request: Request, handles: dict[int, Sample], now_ns: int, step_s: float) -> None:
+        """Queue ``request``, and add its samples to ``handles``, the unfinished samples of its sink.
+
+        ``step_s`` is the recent duration of a step. If this raises, nothing has changed. Raises ``InvalidRequest``,
+        ``AlreadyExists`` or ``Overloaded`` if the request is rejected.
+        """
         state = self._state
         try:
             self._check(request, handles, step_s)
@@ -36,15 +39,15 @@ class Intake:
             state.queue.counters.requests_rejected += 1
             raise
         try:
-            self._enter(request, handles, now_ns)
+            self._enqueue(request, handles, now_ns)
         except BaseException:
-            self._withdraw(request, handles)
+            self._undo_enqueue(request, handles)
             raise
         state.queue.counters.requests_accepted += 1
         state.queue.counters.prompt_tokens += request.prompt_tokens
 
     def canary(self) -> Sample:
-        """A sample of nobody's that waits: one token behind one token. What is told of it goes nowhere."""
+        """Queue a sample of no client, with a prompt and an answer of one token. It has no sink for its output."""
         request = Request(CANARY_ID, np.zeros(1, np.uint32), SamplingSettings(), max_tokens=1, priority=Priority.HIGH)
         request.limit = resolve_limit(request, self._state.pool.shape)
         self._resolve(request)
@@ -54,13 +57,13 @@ class Intake:
         self._state.queue.waiting.push(sample)
         return sample
 
-    def retry_after_s(self, places: int, step_s: float) -> float:
-        """When the queue should be shorter by ``places``: as many sequences end by then as the forecast sees."""
+    def retry_after_s(self, count: int, step_s: float) -> float:
+        """Return the seconds after which ``count`` running sequences will have ended, by the forecast."""
         if not self._state.pool.slots.running:
             return _WORKER_RETRY_S
-        return max(_SHORTEST_RETRY_S, steps_until_released(self._state, places) * step_s)
+        return max(_SHORTEST_RETRY_S, steps_until_released(self._state, count) * step_s)
 
-    def _enter(self, request: Request, handles: dict[int, Sample], now_ns: int) -> None:
+    def _enqueue(self, request: Request, handles: dict[int, Sample], now_ns: int) -> None:
         state = self._state
         self._resolve(request)
         request.unfinished = request.n
@@ -72,8 +75,8 @@ class Intake:
         state.queue.requests[request.request_id] = request
         self._deadlines.add(request)
 
-    def _withdraw(self, request: Request, handles: dict[int, Sample]) -> None:
-        """It did not enter to the end."""
+    def _undo_enqueue(self, request: Request, handles: dict[int, Sample]) -> None:
+        """Remove a request that was queued in part."""
         state, request.unfinished = self._state, 0
         state.queue.requests.pop(request.request_id, None)
         for sample in request.samples:
@@ -85,10 +88,10 @@ class Intake:
             state.queue.matcher.release(request.automaton)
 
     def _resolve(self, request: Request) -> None:
-        """What the core wants to know about an accepted request."""
+        """Set the fields of an accepted request that only the core uses."""
         state, policy = self._state, self._state.policy
         default = AdmissionMode.GUARANTEED if request.priority in policy.guaranteed_classes else policy.mode
-        # What is computed of a prompt must be heard of.
+        # A request for log-probabilities of the prompt is never preempted, as cached tokens have none.
         scored = request.sampling.prompt_logprobs is not None
         request.scored = max(0, request.sampling.prompt_logprobs_start - 1)
         request.guaranteed = scored or (request.mode or default) is AdmissionMode.GUARANTEED
@@ -117,14 +120,17 @@ class Intake:
         excess = waiting + request.n - most
         if excess > 0:
             raise Overloaded(
-                f"{waiting} sequences wait and {request.n} more would pass max_queued_sequences={most}; come back"
+                f"{waiting} sequences wait and {request.n} more would pass max_queued_sequences={most}; retry"
                 " later, or raise it",
                 retry_after_s=self.retry_after_s(excess, step_s),
             )
 
 
 def resolve_limit(request: Request, shape: WorkerShape) -> int:
-    """The length at which samples of ``request`` end. ``InvalidRequest`` when the worker can never run them."""
+    """Return the greatest length of samples of ``request``.
+
+    Raises ``InvalidRequest`` if a worker of this shape can never run them.
+    """
     prompt, context, pool = request.prompt_tokens, shape.max_context_tokens, shape.pool_tokens
     if len(request.tokens) >= context:
         raise InvalidRequest(
@@ -141,7 +147,7 @@ def resolve_limit(request: Request, shape: WorkerShape) -> int:
             reason="KV_CACHE_TOO_SMALL",
         )
     if request.max_tokens is None:
-        return min(context, pool + 1)  # the last token of an answer is sampled, never computed
+        return min(context, pool + 1)  # the last token of an answer is sampled and never computed
     limit = prompt + request.max_tokens
     if limit > context:
         raise InvalidRequest(

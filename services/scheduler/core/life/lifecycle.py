@@ -1,6 +1,7 @@
-"""A sample enters a slot, leaves it, or is interrupted: the Python that runs once for each sequence."""
+"""Moves samples into slots and out of them. This is the Python that runs once for each sequence."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +10,7 @@ from services.common.errors import Internal
 from services.scheduler.core.life.ending import Ending, finish_of
 from services.scheduler.core.life.entry import Entry, Lengths, Placed, Prepared, SlotColumns
 from services.scheduler.core.life.sharing import Sharing
-from services.scheduler.core.life.victims import firm_until, may_yield
+from services.scheduler.core.life.victims import are_preemptible, protected_lengths
 from services.scheduler.core.request import Finish, FinishReason, Sample
 from services.scheduler.core.state import State
 
@@ -21,13 +22,12 @@ class Lifecycle:
         self._state = state
         self.shares = Sharing(state)
 
-    # -- in
+    # -- admission
 
     def prepare(self, entry: Entry) -> Prepared:
-        """Return what ``admit``, which must follow, puts into slots. If it raises, nothing has happened."""
+        """Return the values that ``admit``, which must follow, puts into slots. If this raises, nothing has changed."""
         state, request = self._state, entry.samples[0].request
         stop_states = [self._stop_state(sample) for sample in entry.samples]
-        last_token, lent_pages = int(entry.tokens[-1]), entry.lent_pages(state.pool.shape.page_size)
         columns = SlotColumns(
             given=len(entry.tokens),
             prompt=request.prompt_tokens,
@@ -38,8 +38,8 @@ class Lifecycle:
             length_class=request.length_class_id,
             node=entry.node,
             sink=request.sink,
-            last_token=last_token,
-            lent_pages=lent_pages,
+            last_token=int(entry.tokens[-1]),
+            lent_pages=entry.lent_pages(state.pool.shape.page_size),
             stop_set=state.queue.stop_tokens.acquire(request.stop_token_ids, len(entry.samples)),
             key=state.pool.running_keys.acquire(request.fairness_key, len(entry.samples)),
         )
@@ -50,21 +50,21 @@ class Lifecycle:
     ) -> list[Placed]:
         """Put waiting samples into free slots, with pages for all their known tokens. Return the slots of each entry.
 
-        ``prepared``: beside ``entries``; ``lengths``: beside the samples of all entries.
+        ``prepared`` is beside ``entries``, and ``lengths`` is beside the samples of all entries.
         """
         state, slots, tree = self._state, self._state.pool.slots, self._state.pool.tree
         counts = np.array([len(entry.samples) for entry in entries])
         samples = [sample for entry in entries for sample in entry.samples]
         for sample in samples:
             state.queue.waiting.remove(sample)
-        # All that is cached is held before a page is taken: taking evicts.
+        # All cached pages are held before pages are taken, because taking pages evicts others.
         for entry in entries:
             tree.attach(entry.node, len(entry.samples))
         taken = slots.take(len(samples))
         placed = self._fill_tables(entries, counts, taken)
         self._fill_slots(prepared, counts, samples, taken, step)
-        slots.yields[taken] = may_yield(state, samples)
-        slots.firm_until[taken] = firm_until(samples)
+        slots.preemptible[taken] = are_preemptible(state, samples)
+        slots.protected_until[taken] = protected_lengths(samples)
         slots.total[taken], slots.quantile[taken], slots.end_step[taken] = lengths
         for sample, slot in zip(samples, taken.tolist(), strict=True):
             sample.slot = slot
@@ -75,7 +75,7 @@ class Lifecycle:
         return placed
 
     def _fill_tables(self, entries: list[Entry], counts: np.ndarray, taken: np.ndarray) -> list[Placed]:
-        """Fill the page tables of the slots ``taken``, ``counts`` of them for each entry. Return them by entry."""
+        """Fill the page tables of the slots ``taken``, of which an entry has ``counts``. Return them by entry."""
         state, slots, size = self._state, self._state.pool.slots, self._state.pool.shape.page_size
         depths = [int(state.pool.tree.depth[entry.node]) for entry in entries]
         news = [-(-len(entry.tokens) // size) - depth for entry, depth in zip(entries, depths, strict=True)]
@@ -87,7 +87,8 @@ class Lifecycle:
         slots.table[np.repeat(taken, new), columns] = fresh
 
         held = np.zeros((len(fresh), size), np.uint32)
-        placed, at, page_at = [], 0, 0
+        placed: list[Placed] = []
+        at = page_at = 0
         for entry, whole, pages in zip(entries, depths, news, strict=True):
             count = len(entry.samples)
             chosen, own = taken[at : at + count], slice(page_at, page_at + count * pages)
@@ -98,7 +99,7 @@ class Lifecycle:
                 path = np.broadcast_to(state.pool.tree.path(entry.node), (count, whole))
                 slots.table[chosen, :whole] = path
                 table = np.concatenate((path, table), axis=1)
-            placed.append(Placed(chosen, table))
+            placed.append((chosen, table))
             at, page_at = at + count, page_at + count * pages
         state.pool.pages.tokens[fresh] = held
         return placed
@@ -115,12 +116,9 @@ class Lifecycle:
         for name, column in zip(SlotColumns._fields, shared, strict=True):
             getattr(slots, name)[taken] = column
         slots.known[taken] = shared.given
-        slots.looked_at[taken] = slots.given[taken] - slots.prompt[taken]
-        slots.guaranteed[taken] = [sample.guaranteed for sample in samples]
-        slots.handle[taken] = [sample.handle for sample in samples]
-        slots.accepted_ns[taken] = [sample.accepted_ns for sample in samples]
-        slots.first_token_ns[taken] = [sample.first_token_ns for sample in samples]
-        slots.last_token_ns[taken] = [sample.last_token_ns for sample in samples]
+        slots.observed_age[taken] = slots.given[taken] - slots.prompt[taken]
+        for name in ("guaranteed", "handle", "accepted_ns", "first_token_ns", "last_token_ns"):
+            getattr(slots, name)[taken] = list(map(attrgetter(name), samples))
         slots.stop_state[taken] = [stop_state for each in prepared for stop_state in each.stop_states]
 
     def _stop_state(self, sample: Sample) -> int:
@@ -137,10 +135,10 @@ class Lifecycle:
             elif sample.computed_before > entry.cached:
                 counters.recomputed_tokens += min(sample.computed_before, len(entry.tokens)) - entry.cached
 
-    # -- out
+    # -- ends and preemption
 
     def finish(self, endings: Sequence[Ending]) -> None:
-        """End samples, wherever they are, and tell their sinks."""
+        """End samples, whether they run or wait, and output their ends."""
         state, slots = self._state, self._state.pool.slots
         running = []
         for ending in endings:
@@ -159,22 +157,22 @@ class Lifecycle:
             self._finish(ending)
 
     def _observe(self, leaving: np.ndarray, stopped: np.ndarray) -> None:
-        """Tell the predictor how long these ran."""
+        """Report the ages of leaving sequences to the length predictor."""
         slots = self._state.pool.slots
         generated = slots.known[leaving] - slots.prompt[leaving]
-        self._state.queue.lengths.observe(slots.length_class[leaving], generated, stopped, slots.looked_at[leaving])
+        self._state.queue.lengths.observe(slots.length_class[leaving], generated, stopped, slots.observed_age[leaving])
 
     def _finish(self, ending: Ending) -> None:
         state, sample = self._state, ending.sample
         request, reason = sample.request, ending.reason
         sample.finished = True
         request.unfinished -= 1
-        if request.request_id:  # the quarantine's canary has none, and is no client's
+        if request.request_id:  # the quarantine's canary has no id
             state.queue.counters.sequences_finished += 1
         state.queue.counters.sequences_cancelled += reason is FinishReason.CANCELLED
         if not request.unfinished:
             state.queue.requests.pop(request.request_id, None)
-            request.samples.clear()  # they know their request, and garbage in a circle stays for minutes
+            request.samples.clear()  # breaks a reference cycle, which would stay in memory for minutes
         try:
             if request.share is not None and not request.waiting:
                 self.shares.end(request)
@@ -196,20 +194,20 @@ class Lifecycle:
     def preempt_for_others(self, victims: np.ndarray, *, to_key: bool = False) -> None:
         """Preempt sequences for samples of a higher class, or of another key."""
         state, slots = self._state, self._state.pool.slots
-        # A prompt that is not through goes on where it stopped, if its pages are kept.
+        # A partly computed prompt loses nothing if its pages stay cached.
         keeps = state.policy.prefix_caching and not to_key
         loses = (slots.scheduled[victims] >= slots.given[victims]) | (not keeps)
         for sample in slots.samples[victims[loses]].tolist():
-            sample.yields += 1
+            sample.preempted_for_others += 1
         state.queue.counters.yields += len(victims)
         self._interrupt(victims)
 
-    def set_aside(self) -> None:
-        """All running samples wait: others are to run without them."""
+    def preempt_all(self) -> None:
+        """Preempt all running samples, so that others run without them."""
         self._interrupt(self._state.pool.slots.running_slots())
 
     def _interrupt(self, slots: np.ndarray) -> None:
-        """Those in ``slots`` wait again, first of their kind, their tokens kept."""
+        """Put the samples in ``slots`` back at the head of the queue, with their tokens."""
         if not len(slots):
             return
         state = self._state
@@ -221,14 +219,13 @@ class Lifecycle:
         self._leave(slots, [True] * len(samples))
         self._wait_again(samples)
 
-    def lose_worker(self) -> None:
-        """All running samples wait again, their tokens kept; their pages are gone with the worker."""
+    def requeue_all(self) -> None:
+        """Put all running samples back at the head of the queue, with their tokens, after the loss of the worker."""
         state = self._state
         samples = state.pool.slots.running_samples()
         for sample in samples:
-            slot = sample.slot
             self._keep_tokens(sample)
-            self._note_times(sample, slot)
+            self._note_times(sample, sample.slot)
             state.queue.stop_tokens.release(sample.request.stop_token_ids)
             state.pool.running_keys.release(sample.request.fairness_key)
             sample.slot = -1
@@ -241,10 +238,10 @@ class Lifecycle:
             self._state.queue.waiting.push_front(sample)
 
     def _keep_tokens(self, sample: Sample) -> None:
-        """Of a sample that leaves its slot to come back."""
+        """Store the tokens of a sample that will be admitted again."""
         try:
             self._copy_tokens(sample)
-        except Exception as error:  # it does not come back: without them it would say them again
+        except Exception as error:  # the request ends: without its tokens it would repeat them
             self._state.queue.broken.setdefault(sample.request, error)
 
     def _copy_tokens(self, sample: Sample) -> None:
@@ -256,11 +253,11 @@ class Lifecycle:
             sample.stop_state = int(slots.stop_state[slot]) - state.queue.matcher.base(sample.request.automaton)
 
     def _generated(self, slot: int, start: int) -> npt.NDArray[np.uint32]:
-        """Known tokens of a slot from position ``start`` on."""
+        """Return the known tokens of a slot from position ``start`` on: uint32."""
         slots, pool = self._state.pool.slots, self._state.pool.pages
         known = int(slots.known[slot])
         tokens: npt.NDArray[np.uint32] = pool.tokens[slots.pages(slot)].reshape(-1)[:known]
-        if known > len(tokens):  # the newest token has no page yet
+        if known > len(tokens):  # the last token has no page yet
             tokens = np.append(tokens, slots.last_token[slot])
         return tokens[start:].astype(np.uint32)
 
@@ -269,10 +266,10 @@ class Lifecycle:
         sample.first_token_ns, sample.last_token_ns = int(slots.first_token_ns[slot]), int(slots.last_token_ns[slot])
 
     def _leave(self, leaving: np.ndarray, keep_pages: list[bool]) -> None:
-        """Give slots and pages back. What was computed stays in the tree, unless ``keep_pages`` says it is wrong."""
+        """Release slots and pages. Computed pages stay cached, unless ``keep_pages`` says that they are wrong."""
         state, slots, tree = self._state, self._state.pool.slots, self._state.pool.tree
         samples = slots.samples[leaving].tolist()
-        lent = np.array([self.shares.leave(*each) for each in zip(samples, keep_pages, strict=True)])
+        lent = np.array([self.shares.leader_leaves(*each) for each in zip(samples, keep_pages, strict=True)])
         whole = leaving[np.array(keep_pages) & (lent == 0)]
         computed = np.minimum(slots.known[whole], slots.scheduled[whole])
         self.register_pages(whole, computed, ready_step=state.pool.step + 1)
@@ -297,7 +294,7 @@ class Lifecycle:
         state.pool.membership += len(leaving)
 
     def register_pages(self, chosen: np.ndarray, lengths: np.ndarray, ready_step: int) -> None:
-        """Make the pages within the first ``lengths`` tokens of slots findable for plans from ``ready_step`` on."""
+        """Add the whole pages of the first ``lengths`` tokens to the prefix tree, for plans from ``ready_step`` on."""
         state, slots, tree = self._state, self._state.pool.slots, self._state.pool.tree
         nodes, ends = slots.node[chosen], lengths // state.pool.shape.page_size
         more = np.flatnonzero(tree.depth[nodes] < ends)
@@ -308,5 +305,5 @@ class Lifecycle:
             request = slots.samples[slot].request
             try:
                 slots.node[slot] = tree.extend(node, tokens, request.salt, pages, ready_step)
-            except Exception as error:  # they stay its own
+            except Exception as error:  # the pages stay its own
                 state.queue.broken.setdefault(request, error)

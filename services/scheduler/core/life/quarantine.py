@@ -1,15 +1,15 @@
-"""Finds the sequence that workers die of: whoever is under suspicion runs apart from all others.
+"""Finds the sequences that crash workers, by running suspects without other sequences.
 
-A worker that is lost was at work on the sequences of the plans that it had not answered. One that was among them twice,
-and between got no further than those plans would have brought it, is a suspect. Suspects run before anybody else does,
-in groups of an eighth of them, one plan at a time, and without others beside them. Who gets past where it was is free
-again. A group in which the worker is lost is divided by eight again, down to one sequence. If that loses the worker
-twice more, alone and at the same place, its request ends with an error.
+A lost worker may have been crashed by any sequence in its unanswered plans. A sequence becomes a suspect when it was in
+such plans twice and had not progressed between the losses beyond what the first of these plans would have computed.
+Suspects run before all other samples, in groups of an eighth of the suspects, with one plan in flight. A suspect that
+progresses beyond that length is cleared. If the worker is lost again, the group is divided into eighths, down to one
+sequence. If the worker is lost twice while this sequence runs alone at the same length, its request ends with an error.
 
-Workers are also lost for reasons of their own. Somebody innocent would have to be met by three further losses within a
-few steps each. And some are lost whatever they compute: when several losses in a row came before any answer, the next
-worker first computes a canary, a sample of nobody's. Until that is answered nobody else runs or is blamed. So it is
-always computed before somebody is ended for what the very first plans did.
+Workers are also lost for other reasons. To end an innocent request, three further losses would have to occur at its
+length. And a worker may be lost whatever it computes. So after three losses in a row without a result, the next worker
+first computes a canary, a sample of no client. Until its result arrives, no other sequence runs or is suspected. So a
+canary is always computed before a request is ended for a crash in the first plans of a worker.
 """
 
 from collections import deque
@@ -21,115 +21,118 @@ from services.scheduler.core.life.lifecycle import Lifecycle
 from services.scheduler.core.request import FinishReason, Sample
 from services.scheduler.core.state import State
 
-_SUSPICIOUS = 2  # losses at the same place
-_PARTS = 8  # a restart takes longer than trials do, so more than two
-_PROVEN = 2  # further losses there, alone: by one, chance would end an innocent now and then
-_MUTE = 3  # losses in a row without an answer between; fewer than end a request, or it would answer for the worker
+_SUSPICIOUS = 2  # losses at the same length that make a suspect
+_GROUPS = 8  # groups into which suspects are divided; more than two, as a restart takes longer than a test
+_LOSSES_ALONE = 2  # losses while it runs alone that end a request; with one, chance would sometimes end an innocent
+_UNRELIABLE = 3  # losses in a row without a result after which a canary runs; fewer than end a request
 
 
 class Quarantine:
-    """Outlives workers. Owned by the core; ``state.queue.on_trial`` is its own."""
+    """The suspects, in groups to run alone. Outlives workers. Owned by the core, and owner of ``queue.quarantined``."""
 
     def __init__(self, state: State, lifecycle: Lifecycle) -> None:
         self._state = state
         self._lifecycle = lifecycle
-        self._groups: deque[list[Sample]] = deque()  # suspects; the first group is on trial
+        self._groups: deque[list[Sample]] = deque()  # suspects; the first group runs alone
         self._canary: Sample | None = None
-        self._mute = 0  # losses since the last answer
+        self._losses_without_result = 0  # in a row
 
     @property
     def suspects(self) -> int:
+        """The number of unfinished suspects."""
         found = (sample for group in self._groups for sample in group if not sample.finished)
         return sum(sample is not self._canary for sample in found)
 
     @property
-    def distrust(self) -> str:
-        """Why the worker is not to be relied on; empty when it is."""
-        if self._mute < _MUTE:
+    def unreliable_reason(self) -> str:
+        """The reason why the worker is unreliable, or an empty string."""
+        if self._losses_without_result < _UNRELIABLE:
             return ""
-        return f"the worker was lost {self._mute} times in a row before it answered anything"
+        return f"the worker was lost {self._losses_without_result} times in a row before it answered anything"
 
     @property
     def is_over(self) -> bool:
-        """The present trial, since all who were on it have ended."""
+        """True if all samples of the group that runs alone have finished."""
         return bool(self._groups) and all(sample.finished for sample in self._groups[0])
 
-    def note_answer(self) -> None:
-        """The worker answered a plan."""
-        self._mute = 0
+    def result_received(self) -> None:
+        """Record that the worker returned a result."""
+        self._losses_without_result = 0
 
-    def try_out(self, canary: Callable[[], Sample]) -> None:
-        """A new worker is there. If it is not to be relied on, it computes the ``canary``, which waits, before all
-        else."""
-        if not self.distrust or (self._canary is not None and not self._canary.finished):
+    def worker_attached(self, make_canary: Callable[[], Sample]) -> None:
+        """Make an unreliable worker compute a canary first. ``make_canary`` adds one to the queue."""
+        if not self.unreliable_reason or (self._canary is not None and not self._canary.finished):
             return
-        self._canary = canary()
-        self._canary.strikes, self._canary.reach = 1, self._canary.known
+        self._canary = make_canary()
+        self._canary.losses, self._canary.reach = 1, self._canary.known
         self._groups.appendleft([self._canary])
-        self._state.queue.on_trial = self._groups[0]
+        self._state.queue.quarantined = self._groups[0]
 
-    def note_loss(self, computing: list[Sample]) -> None:
-        """The worker is lost, and all who ran wait again. ``computing``: those in plans that it had not answered, in
-        order of arrival. Ends the request of a sample that is found out."""
-        self._let_go()
-        self._mute += bool(computing)
+    def worker_lost(self, computing: list[Sample]) -> None:
+        """Update the suspects after the loss of a worker. All samples wait again.
+
+        ``computing`` are the samples of its unanswered plans in order of arrival. Ends the request of a sample that is
+        proven to crash workers.
+        """
+        self._release_cleared()
+        self._losses_without_result += bool(computing)
         for sample in computing:
-            self._strike(sample)
+            self._count_loss(sample)
         suspects = {sample for group in self._groups for sample in group}
         if computing and self._groups:
             self._divide(self._groups.popleft(), computing)
-        new = [sample for sample in computing if sample.strikes >= _SUSPICIOUS and sample not in suspects]
-        self._groups.extend(_parts(new))
-        self._state.queue.on_trial = self._groups[0] if self._groups else None
+        new = [sample for sample in computing if sample.losses >= _SUSPICIOUS and sample not in suspects]
+        self._groups.extend(_divided(new))
+        self._state.queue.quarantined = self._groups[0] if self._groups else None
 
-    def proceed(self) -> None:
-        """Between two plans of a trial: let go of those who are past, and go on with the next group."""
-        state, before = self._state, self._groups[0]
-        self._let_go()
+    def select_group(self) -> None:
+        """Release cleared suspects between two plans, and select the group that runs alone next."""
+        before = self._groups[0]
+        self._release_cleared()
         group = self._groups[0] if self._groups else None
-        # Those who are past run on until somebody else is to run alone, or has no room beside them.
+        # Cleared samples keep running until another group runs alone, or the group has no room beside them.
         if group is not None and (group is not before or not any(sample.slot >= 0 for sample in group)):
-            self._lifecycle.set_aside()
-        state.queue.on_trial = group
+            self._lifecycle.preempt_all()
+        self._state.queue.quarantined = group
 
-    def _strike(self, sample: Sample) -> None:
-        if sample.known > sample.reach:  # it got on: this is about another place
-            sample.strikes = sample.reach = 0
-        sample.strikes += 1
+    def _count_loss(self, sample: Sample) -> None:
+        if sample.known > sample.reach:  # it progressed, so this loss is at another length
+            sample.losses = sample.reach = 0
+        sample.losses += 1
         sample.reach = max(sample.reach, sample.known, sample.computed_before)
 
-    def _let_go(self) -> None:
-        """Of suspects that are past where they were, or through."""
+    def _release_cleared(self) -> None:
+        """Remove the suspects that finished or progressed beyond the length at which workers were lost."""
         for group in self._groups:
             for sample in group:
-                if not sample.finished and self._is_past(sample):
-                    sample.strikes = sample.strikes_alone = sample.reach = 0
-            group[:] = [sample for sample in group if sample.strikes and not sample.finished]
+                if not sample.finished and self._is_cleared(sample):
+                    sample.losses = sample.losses_alone = sample.reach = 0
+            group[:] = [sample for sample in group if sample.losses and not sample.finished]
         while self._groups and not self._groups[0]:
             self._groups.popleft()
 
-    def _is_past(self, sample: Sample) -> bool:
+    def _is_cleared(self, sample: Sample) -> bool:
         known = sample.known if sample.slot < 0 else int(self._state.pool.slots.known[sample.slot])
         return known > sample.reach
 
     def _divide(self, group: list[Sample], computing: list[Sample]) -> None:
-        """The worker was lost while ``group`` was on trial, or while others ran on who had got past theirs."""
-        met = set(computing)
-        guilty = [sample for sample in group if sample in met]
+        """Divide ``group``, which ran alone, or beside cleared samples, when the worker was lost."""
+        lost = set(computing)
+        guilty = [sample for sample in group if sample in lost]
         if len(computing) == len(guilty) == 1 and guilty[0] is not self._canary:
-            guilty[0].strikes_alone += 1
-            if guilty[0].strikes_alone == _PROVEN:
-                self._end(guilty[0])
+            guilty[0].losses_alone += 1
+            if guilty[0].losses_alone == _LOSSES_ALONE:
+                self._end_request(guilty[0])
                 return
-        if spared := [sample for sample in group if sample not in met]:
+        if spared := [sample for sample in group if sample not in lost]:
             self._groups.appendleft(spared)
-        self._groups.extendleft(reversed(_parts(guilty)))
+        self._groups.extendleft(reversed(_divided(guilty)))
 
-    def _end(self, sample: Sample) -> None:
-        """With its request: others of the same prompt would go the same way."""
+    def _end_request(self, sample: Sample) -> None:
+        """End the request of ``sample`` with all its samples, as they have the same prompt."""
         error = Internal(
-            f"the worker was lost {sample.strikes} times while it computed this request, the last {_PROVEN} times while"
-            " it computed nothing else",
+            f"the worker was lost {sample.losses} times while it computed this request, the last {_LOSSES_ALONE} times"
+            " while it computed nothing else",
             reason="QUARANTINED",
         )
         self._state.queue.failures[sample.request.request_id] = error
@@ -137,6 +140,6 @@ class Quarantine:
         self._lifecycle.finish([Ending(each, FinishReason.ERROR, error=error) for each in samples])
 
 
-def _parts(samples: list[Sample]) -> list[list[Sample]]:
-    size = -(-len(samples) // _PARTS)
+def _divided(samples: list[Sample]) -> list[list[Sample]]:
+    size = -(-len(samples) // _GROUPS)
     return [samples[at : at + size] for at in range(0, len(samples), size)] if samples else []

@@ -1,4 +1,4 @@
-"""Prompts that the samples of one request share before all of them run."""
+"""Prompts that are computed once for all samples of a request."""
 
 import numpy as np
 
@@ -7,26 +7,26 @@ from services.scheduler.core.state import State
 
 
 class Sharing:
-    """The first sample of a request, the leader, computes the prompt; its pages are held until every sibling has them.
+    """Holds the pages of a prompt from its computation by the leader until all samples of the request were admitted.
 
-    Owned by the core.
+    The leader is the first sample of the request. Owned by the core.
     """
 
     def __init__(self, state: State) -> None:
         self._state = state
 
     def begin(self, leader: Sample) -> None:
-        """Siblings wait for what ``leader`` computes; they may use it when ``ready`` says so."""
+        """Make the other samples of the request wait until ``prompt_computed`` is called for ``leader``."""
         leader.request.share = self._state.pool.sharing[leader.request] = PromptShare(leader)
 
-    def ready(self, leader: Sample, step: int) -> None:
-        """The plan ``step`` computes the last of the prompt."""
+    def prompt_computed(self, leader: Sample, step: int) -> None:
+        """Hold the pages of the prompt, whose last token the plan ``step`` computes."""
         state, share, slot = self._state, leader.request.share, leader.slot
         if share is None or share.leader is not leader or share.ready_step:
             return
         whole, rest = divmod(leader.given - 1, state.pool.shape.page_size)
         share.node = int(state.pool.slots.node[slot])
-        if state.pool.tree.depth[share.node] != whole:  # somebody else's pages are in its place: siblings find those
+        if state.pool.tree.depth[share.node] != whole:  # another request's pages are in the tree
             self.end(leader.request)
             return
         share.ready_step = step + 1
@@ -35,7 +35,7 @@ class Sharing:
             share.last_page = int(state.pool.slots.table[slot, whole])
 
     def end(self, request: Request) -> None:
-        """Let go of the prompt's pages: nobody waits for them, or they are needed elsewhere."""
+        """Release the pages of the prompt, because no sample waits for them, or because they are needed elsewhere."""
         share, request.share = request.share, None
         if share is None:
             return
@@ -47,15 +47,17 @@ class Sharing:
         if share.owns_last_page:
             self._state.pool.pages.give(np.array([share.last_page]))
 
-    def leave(self, sample: Sample, keep: bool) -> int:
-        """What becomes of the prompt that ``sample`` computed for its siblings; returns how many of its own pages stay
-        with the share."""
+    def leader_leaves(self, sample: Sample, keep: bool) -> int:
+        """Return how many pages outside the prefix tree stay with the share when ``sample`` leaves its slot.
+
+        If ``sample`` is a leader whose prompt is incomplete, or if not ``keep``, the share ends.
+        """
         request, share = sample.request, sample.request.share
         if share is None or share.leader is not sample:
             return 0
         if not keep or not share.ready_step:
             self.end(request)
             return 0
-        share.leader = None  # it may come back, as one of many
+        share.leader = None  # if it is admitted again, it is not the leader
         share.owns_last_page = share.last_page >= 0
         return int(share.owns_last_page)

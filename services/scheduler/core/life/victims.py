@@ -9,8 +9,8 @@ from services.scheduler.core.memory.prefix_tree import ROOT, PrefixTree
 from services.scheduler.core.request import Priority, Sample
 from services.scheduler.core.state import State
 
-_MOST_YIELDS = 4  # preemptions of a sample for others, after which it is protected
-_TOKENS_OF_A_YIELD = 16  # tokens that a protected sample computes before another key may preempt it
+_MOST_PREEMPTIONS = 4  # preemptions of a sample for others after which it is protected
+_LEAST_PROGRESS = 16  # tokens that a protected sample computes before it may be preempted for another key
 
 
 def choose_victims(state: State, needed: int) -> npt.NDArray[np.int64]:
@@ -44,50 +44,51 @@ def _shared_pages(tree: PrefixTree, nodes: npt.NDArray[np.int64]) -> npt.NDArray
     return tree.depth[nodes]
 
 
-def may_yield(state: State, samples: Sequence[Sample]) -> list[bool]:
+def are_preemptible(state: State, samples: Sequence[Sample]) -> list[bool]:
     """Return whether each of ``samples``, which are being admitted, may be preempted for higher classes."""
     found = []
     before_ns = state.queue.waiting.overdue_before(Priority.LOW)
-    left = -1  # slots for samples of class low that do not
+    left = -1  # number of further samples of class low that may be protected; -1 = not counted yet
     for sample in samples:
-        yields = sample.request.priority == Priority.LOW and not sample.request.guaranteed
+        preemptible = sample.request.priority == Priority.LOW and not sample.request.guaranteed
         overdue = before_ns is not None and sample.accepted_ns < before_ns
-        if yields and (sample.yields >= _MOST_YIELDS or overdue):
+        if preemptible and (sample.preempted_for_others >= _MOST_PREEMPTIONS or overdue):
             if left < 0:
-                left = max(0, state.low_share - _steadfast(state))
-            yields = left == 0
-            left -= not yields
-        found.append(yields)
+                left = max(0, state.low_share - _count_protected(state))
+            preemptible = left == 0
+            left -= not preemptible
+        found.append(preemptible)
     return found
 
 
-def firm_until(samples: Sequence[Sample]) -> list[int]:
-    """Return for each of ``samples`` the number of known tokens from which on it may be preempted for other keys.
+def protected_lengths(samples: Sequence[Sample]) -> list[int]:
+    """Return for each of ``samples`` the number of known tokens from which it may be preempted for other keys.
 
-    A sample that was preempted four times in this way first computes 16 more tokens. So keys do not take slots from
-    each other without end.
+    A sample that was preempted four times for others first computes 16 more tokens. So keys do not take slots from each
+    other without end.
     """
-    return [sample.given + _TOKENS_OF_A_YIELD if sample.yields >= _MOST_YIELDS else 0 for sample in samples]
+    protected = (sample.preempted_for_others >= _MOST_PREEMPTIONS for sample in samples)
+    return [sample.given + _LEAST_PROGRESS if each else 0 for sample, each in zip(samples, protected, strict=True)]
 
 
 def without_overdue(state: State, low: np.ndarray) -> np.ndarray:
     """Return the slots of ``low``, int64, that may still be preempted for higher classes.
 
-    Sequences that would be overdue in the queue would only take their slots back. The oldest of them are protected from
-    now on, as many as the share of class ``low`` allows.
+    A sequence that would be overdue in the queue would only take its slot back. The oldest of these sequences become
+    protected, up to the share of class ``low``.
     """
-    slots, left = state.pool.slots, state.low_share - _steadfast(state)
+    slots, left = state.pool.slots, state.low_share - _count_protected(state)
     before_ns = state.queue.waiting.overdue_before(Priority.LOW)
     if left <= 0 or before_ns is None:
         return low
     overdue = low[slots.accepted_ns[low] < before_ns]
     holding = overdue[np.argsort(slots.accepted_ns[overdue], kind="stable")][:left]
-    slots.yields[holding] = False
+    slots.preemptible[holding] = False
     return np.setdiff1d(low, holding)
 
 
-def _steadfast(state: State) -> int:
+def _count_protected(state: State) -> int:
     """Return the number of running sequences of class low that are protected."""
     slots = state.pool.slots
     running = slots.running_slots()
-    return int(np.count_nonzero((slots.priority[running] == Priority.LOW) & ~slots.yields[running]))
+    return int(np.count_nonzero((slots.priority[running] == Priority.LOW) & ~slots.preemptible[running]))

@@ -1,5 +1,7 @@
-"""Which running sequences share a prefix that is worth one attention pass for all of them (Juravsky et al. 2024,
-"Hydragen: High-Throughput LLM Inference with Shared Prefixes")."""
+"""Groups running sequences that share a prefix, where one attention pass over the prefix saves time.
+
+Source: Juravsky et al. 2024, "Hydragen: High-Throughput LLM Inference with Shared Prefixes".
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,21 +16,24 @@ NO_GROUP = -1
 
 @dataclass(frozen=True)
 class HydragenPolicy:
-    """When rows of a batch become a group. Costs are in KV tokens: the time one sequence's attention takes to read one
-    more token of its own keys and values, in one layer. That makes the rule independent of the model.
+    """Rule for the groups of a batch.
 
-    The constants come from one layer on an H200: 32 query and 8 KV heads of 64, bf16, 32 groups of 256 sequences, a
-    prefix of 704 tokens (docs/performance.md). Prefixes: 0.16 ms. Own tokens, 110 each: 0.45 ms.
+    Costs are in KV tokens: the time in which attention reads one more token of a sequence's keys and values in one
+    layer. So the rule does not depend on the model.
 
-    * A KV token is 2 KiB at what the kernel for own tokens reads: 0.45 ms / (8,192 rows x 110 tokens) = 0.5 ns. What a
-      row costs whatever its length is there with a group and without, and cancels.
-    * ``row_cost``: a row's query read twice, what the prefix gave written and read, 12 KiB in all = 6 KV tokens; and
-      twice that, since rows of a group also stand in a certain order.
-    * ``group_cost``: the kernel works on tiles of 128 query rows, so 32 sequences at 4 query heads a KV head. A group
-      fills its last tile up, and that is one tile too many at most: 0.16 ms / (32 groups x 8 tiles) = 0.6 us = 1,300 KV
-      tokens. The work on full tiles is a twentieth of what it replaces, and neglected.
-    * ``call_cost``: one more launch in every layer. One serves all groups, so this is charged once a step, against the
-      gain of all of them: 5 us = 10,000 KV tokens.
+    The constants were measured for one layer on an H200: 32 query and 8 KV heads of 64, bf16, 32 groups of 256
+    sequences, and a prefix of 704 tokens (docs/performance.md). The prefixes took 0.16 ms, and 110 own tokens of each
+    sequence took 0.45 ms.
+
+    * A KV token is 2 KiB, and takes 0.45 ms / (8,192 rows x 110 tokens) = 0.5 ns. The cost of a row that does not
+      depend on its length is the same with and without a group, so it cancels.
+    * ``row_cost``: the query of a row is read twice, and the result of its prefix is written and read. These are 12 KiB
+      = 6 KV tokens. The value is twice that, because rows of a group must also be in order.
+    * ``group_cost``: the kernel works on tiles of 128 query rows, that is 32 sequences with 4 query heads for each KV
+      head. A group wastes at most one tile: 0.16 ms / (32 groups x 8 tiles) = 0.6 us = 1,300 KV tokens. The work on
+      full tiles is a twentieth of the work that it replaces, and is neglected.
+    * ``call_cost``: one more launch in every layer, which serves all groups. It is charged once for each step, against
+      the gain of all groups: 5 us = 10,000 KV tokens.
     """
 
     min_group_size: int = 32  # rows
@@ -38,31 +43,33 @@ class HydragenPolicy:
     call_cost: int = 10_000  # per step
 
     def gain(self, rows: int, prefix: int) -> int:
-        """KV tokens that a group of ``rows`` rows and ``prefix`` shared tokens saves: the prefix is read once instead
-        of once a row. Not above 0 = the group does not pay. More rows or a longer prefix never make a group that pays
-        stop paying: a prefix shorter than ``row_cost`` pays for no number of rows."""
+        """Return the KV tokens that a group of ``rows`` rows with ``prefix`` shared tokens saves.
+
+        The prefix is read once instead of once for each row. The gain of a useful group is above 0. More rows or a
+        longer prefix never make a useful group useless. A prefix shorter than ``row_cost`` is never useful.
+        """
         return (rows - 1) * prefix - self.group_cost - self.row_cost * rows
 
 
 class Grouping(NamedTuple):
-    """Groups by the node that a sequence hangs on, rows or no rows: who joins later knows its group."""
+    """Groups by the node of a sequence. Nodes without sequences have a group too, for sequences that join later."""
 
     of_node: np.ndarray  # int32 [nodes], -1 = none
-    prefix_pages: np.ndarray  # int64 [groups], pages from the root on that all rows of the group share
+    prefix_pages: np.ndarray  # int64 [groups], leading pages that all rows of the group share
 
 
 def choose_groups(
     parent: np.ndarray, depth: np.ndarray, row_nodes: np.ndarray, page_size: int, policy: HydragenPolicy
 ) -> Grouping:
-    """Greedy depth-first search over the prefix tree: the deepest nodes take their rows first.
+    """Choose groups by a greedy search over the prefix tree, deepest nodes first.
 
-    A node becomes a group when enough rows hang on it or below it that no deeper group took, its path is long enough,
-    and the group pays. Other nodes' rows roll up to the parent. So a row's group is that of the first node with a
-    group on its way to the root. No groups at all when together they do not pay for their attention call.
+    A node becomes a group if its path is long enough, and if enough rows at or below it are in no deeper group, so
+    that the group saves time. Rows of other nodes count for the parent. So the group of a row is that of the first node
+    with a group on its way to the root. There are no groups if together they save less than their attention call costs.
 
-    ``parent`` int32 ``[nodes]`` (root: node 0, parent -1; a node is deeper than its parent), ``depth`` int32
-    ``[nodes]`` (pages from the root through the node), ``row_nodes`` int64 ``[rows]``. Entries of nodes that are in
-    the tree no longer may say anything, as long as following ``parent`` ends at the root.
+    ``parent`` is int32 ``[nodes]``: the root is node 0 with parent -1, and a node is deeper than its parent. ``depth``
+    is int32 ``[nodes]``, the pages from the root through the node. ``row_nodes`` is int64 ``[rows]``. Entries of
+    unused nodes may have any value for which following ``parent`` ends at the root.
     """
     min_pages = max(1, -(-policy.min_prefix_len // page_size))
     rows = _rows_below(parent, row_nodes)
@@ -75,10 +82,10 @@ def choose_groups(
 
 
 def _rows_below(parent: np.ndarray, row_nodes: np.ndarray) -> np.ndarray:
-    """Rows that hang on each node or below it: int64 ``[nodes]``; the root's entry means nothing.
+    """Return the number of rows at each node or below it: int64 ``[nodes]``. The entry of the root is undefined.
 
-    In round k a node knows its rows less than 2^k generations down, and gets those of the nodes exactly 2^k down: as
-    many rounds as the logarithm of the tree's height, however long its chains are.
+    Before round k a node has counted the rows less than 2^k generations down, and round k adds those of the nodes
+    exactly 2^k generations down. So the number of rounds is the logarithm of the height of the tree.
     """
     rows = np.bincount(row_nodes, minlength=len(parent))
     above = np.maximum(parent, ROOT)
@@ -91,11 +98,13 @@ def _rows_below(parent: np.ndarray, row_nodes: np.ndarray) -> np.ndarray:
 def _deepest_that_pay(
     large: np.ndarray, parent: np.ndarray, depth: np.ndarray, rows: np.ndarray, page_size: int, policy: HydragenPolicy
 ) -> np.ndarray:
-    """Nodes of the groups, ascending: int64 ``[groups]``. ``large``: nodes with enough rows, deepest first.
+    """Return the nodes of the groups, ascending: int64 ``[groups]``.
 
-    A Python loop, but over nodes that share a long prefix among many rows: a few hundred at most in any real batch.
+    ``large`` are the nodes with enough rows, deepest first.
+
+    The Python loop is short: a batch has at most a few hundred nodes with a long prefix and many rows.
     """
-    taken: dict[int, int] = {}  # rows below a node that are in a group already
+    taken: dict[int, int] = {}  # rows below a node that are in a group
     chosen, gain = [], 0
     columns = (large, parent[large], depth[large], rows[large])
     for node, above, pages, count in zip(*(column.tolist() for column in columns), strict=True):
@@ -110,10 +119,10 @@ def _deepest_that_pay(
 
 
 def _nearest(parent: npt.NDArray[np.int32], chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """Position in ``chosen`` of the first chosen node from each node upwards, -1 = none: int32 ``[nodes]``."""
+    """Return the index in ``chosen`` of the first chosen node from each node upwards: int32 ``[nodes]``, -1 = none."""
     above = np.maximum(parent, ROOT)
     above[chosen] = chosen
-    while True:  # pointers double: as many rounds as the logarithm of the tree's height
+    while True:  # pointer doubling: the number of rounds is the logarithm of the height of the tree
         further = above[above]
         if np.array_equal(further, above):
             break

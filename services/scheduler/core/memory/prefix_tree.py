@@ -1,4 +1,4 @@
-"""Finds pages by their content: a radix tree over whole pages of tokens."""
+"""Radix tree over whole pages of tokens, which finds pages by their content."""
 
 import heapq
 from collections.abc import Hashable
@@ -14,25 +14,28 @@ UNNAMED: PageName = (ROOT, b"")  # of the root, and of numbers that are free
 
 
 class PrefixTree:
-    """A node is a run of pages behind its parent's; siblings differ in their first page. Below the root, requests of
-    different salts never meet. A sequence hangs on one node and so holds every page from the root through it.
+    """Cache of computed pages. Owned by the core.
 
-    Nodes that nobody holds are cache, or, without ``keep``, given back at once. Pages of cached nodes are evicted from
-    the leaves, longest unused first. A node's number stays that of its last page when the node is split, so whoever
-    hangs on it never notices. Owned by the core.
+    A node is a run of pages that follow those of its parent. Siblings differ in their first page. Requests of different
+    salts have different children of the root. A sequence is attached to one node, and holds the pages from the root
+    through this node.
+
+    A node without users is cached, or released at once if ``keep`` is false. Pages of cached nodes are evicted from the
+    leaves, least recently used first. If a node is split, the part with the last page keeps the number, so sequences
+    attached to it do not change.
     """
 
     def __init__(self, pool: PagePool, *, keep: bool = True) -> None:
         self._pool = pool
         self._keep = keep
         pool.evict = self._evict
-        nodes = pool.size + 1  # a node has a page at least
-        # By node; node 0 is the root. `top` is behind the highest number in use.
+        nodes = pool.size + 1  # a node has at least one page
+        # Columns by node. Node 0 is the root. ``top`` is one above the highest number in use.
         self.parent = np.full(nodes, -1, np.int32)
         self.size = np.zeros(nodes, np.int32)  # pages
         self.depth = np.zeros(nodes, np.int32)  # pages from the root through this node
-        self.users = np.zeros(nodes, np.int32)  # sequences that hang here, and children with users
-        self.group = np.full(nodes, -1, np.int32)  # Hydragen group of a sequence that hangs here; -1 = none
+        self.users = np.zeros(nodes, np.int32)  # attached sequences, and children with users
+        self.group = np.full(nodes, -1, np.int32)  # Hydragen group of the attached sequences; -1 = none
         self.top = 1
         self._ready = np.zeros(nodes, np.int64)  # first step whose plan may use the pages
         self._children = np.zeros(nodes, np.int32)
@@ -42,12 +45,12 @@ class PrefixTree:
         self._nodes: dict[PageName, int] = {}
         self._free: list[int] = []
         self._clock = 0
-        self._leaves: list[tuple[int, int]] = []  # heap of (stamp, node); stale entries are skipped
+        self._leaves: list[tuple[int, int]] = []  # heap of (stamp, node); outdated entries are skipped
 
     def match(self, tokens: np.ndarray, salt: Hashable, most: int, step: int) -> tuple[int, bool]:
-        """The node that ends the longest cached run of pages ``tokens`` begins with, at most ``most`` pages.
+        """Return the last node of the longest path whose pages ``tokens`` begins with, at most ``most`` pages.
 
-        The flag says that there is more, but only for plans behind ``step``: it is being computed now.
+        The flag is true if a longer path is being computed, which only plans after ``step`` may use.
         """
         node, at = ROOT, 0
         while at < most:
@@ -67,12 +70,12 @@ class PrefixTree:
         return node, False
 
     def key(self, tokens: np.ndarray, salt: Hashable, node: int, at: int) -> PageName:
-        """Names the page of ``tokens`` that begins with page ``at``, behind ``node``."""
+        """Return the name of page ``at`` of ``tokens`` as the first page of a child of ``node``."""
         size = self._pool.page_size
         return salt if node == ROOT else node, tokens[at * size : (at + 1) * size].tobytes()
 
     def path(self, node: int) -> np.ndarray:
-        """All pages from the root through ``node``: int32 ``[depth]``."""
+        """Return the pages from the root through ``node``: int32 ``[depth]``."""
         parts = []
         while node != ROOT:
             parts.append(self._pages[node])
@@ -80,7 +83,7 @@ class PrefixTree:
         return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int32), *parts[::-1]])
 
     def attach(self, node: int, count: int = 1) -> None:
-        """``count`` more sequences hang on ``node``."""
+        """Attach ``count`` more sequences to ``node``."""
         users = self.users
         while True:
             before = int(users[node])
@@ -91,7 +94,7 @@ class PrefixTree:
             node, count = int(self.parent[node]), 1
 
     def detach(self, node: int) -> None:
-        """One sequence less."""
+        """Detach one sequence from ``node``."""
         users = self.users
         while True:
             left = int(users[node]) - 1
@@ -99,12 +102,14 @@ class PrefixTree:
             if left or node == ROOT:
                 return
             parent = int(self.parent[node])
-            self._unused(node)
+            self._note_unused(node)
             node = parent
 
     def extend(self, node: int, tokens: np.ndarray, salt: Hashable, pages: np.ndarray, ready_step: int) -> int:
-        """A sequence that hangs on ``node`` gives ``pages``, its own ones behind it, to the tree and hangs on them from
-        now on; they hold ``tokens``. Returns its node: the same as before when their content is there already.
+        """Add ``pages`` with ``tokens`` as a child of ``node``, and attach a sequence of ``node`` to it instead.
+
+        Return the node of the sequence: ``node`` itself if it has a child with the same first page, as then the pages
+        stay the sequence's own.
         """
         key = self.key(tokens, salt, node, 0)
         if key in self._nodes:
@@ -113,11 +118,11 @@ class PrefixTree:
         self._children[node] += 1
         self.depth[child] = self.depth[node] + len(pages)
         self.group[child] = self.group[node]
-        self.users[child] = 1  # and the parent keeps its user: the child instead of the sequence
+        self.users[child] = 1  # the parent keeps one user: the child instead of the sequence
         return child
 
     def forget(self, node: int) -> None:
-        """Take the nodes from ``node`` upwards out of the tree, as far as nobody else uses them."""
+        """Remove ``node`` and the nodes above it, up to the first node with users or other children."""
         while self._keys[node] is not UNNAMED and not self.users[node] and not self._children[node]:
             parent = int(self.parent[node])
             self._pool.give_cached(self._remove(node))
@@ -136,7 +141,7 @@ class PrefixTree:
         return node
 
     def _split(self, node: int, count: int) -> int:
-        """Cut ``node`` behind its first ``count`` pages; returns the new upper part."""
+        """Split ``node`` after its first ``count`` pages. Return the new node with these pages."""
         pages, parent = self._pages[node], int(self.parent[node])
         upper = self._add(self._keys[node], parent, pages[:count], int(self._ready[node]))
         self._children[upper] = 1
@@ -149,7 +154,7 @@ class PrefixTree:
         self._pages[node], self.size[node], self.parent[node] = pages[count:], len(pages) - count, upper
         return upper
 
-    def _unused(self, node: int) -> None:
+    def _note_unused(self, node: int) -> None:
         self._pool.in_use -= int(self.size[node])
         self._clock += 1
         self._stamps[node] = self._clock
@@ -182,7 +187,7 @@ class PrefixTree:
                 self._pages[node] = pages[:-count]
                 self.size[node] -= count
                 self.depth[node] -= count
-                self.group[node] = -1  # it may have lost pages that its group shares
+                self.group[node] = -1  # the removed pages may be shared by its group
                 heapq.heappush(self._leaves, (stamp, node))
                 pages = pages[-count:]
             else:
@@ -193,7 +198,7 @@ class PrefixTree:
             count -= len(pages)
 
     def _remove(self, node: int) -> np.ndarray:
-        """Take a leaf out; returns its pages."""
+        """Remove a leaf. Return its pages."""
         del self._nodes[self._keys[node]]
         self._keys[node] = UNNAMED
         self._children[self.parent[node]] -= 1

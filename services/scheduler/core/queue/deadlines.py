@@ -1,4 +1,4 @@
-"""Requests that end by themselves at a given time."""
+"""Deadlines of requests."""
 
 import heapq
 from itertools import count
@@ -8,8 +8,10 @@ from services.scheduler.core.request import Request
 
 
 class Deadlines:
-    """A heap; entries of finished requests are skipped, and swept out when they are the most. It keeps no request
-    alive. Owned by the core."""
+    """A heap of deadlines, with weak references to the requests. Owned by the core.
+
+    Entries of finished requests are skipped, and removed when the heap has doubled since the last removal.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, ref[Request]]] = []
@@ -17,6 +19,7 @@ class Deadlines:
         self._sweep_at = 1024
 
     def add(self, request: Request) -> None:
+        """Add the deadline of ``request``, if it has one."""
         if request.deadline_ms is None:
             return
         heapq.heappush(self._heap, (request.deadline_ms, next(self._order), ref(request)))
@@ -26,13 +29,13 @@ class Deadlines:
             self._sweep_at = max(1024, 2 * len(self._heap))
 
     def next_ms(self) -> int | None:
-        """The earliest deadline of an unfinished request, in milliseconds since the epoch."""
+        """Return the earliest deadline of an unfinished request, in milliseconds of the monotonic clock, or None."""
         while self._heap and not _unfinished(self._heap[0][2]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def due(self, now_ms: int) -> list[Request]:
-        """Unfinished requests whose time has come; each is returned once."""
+        """Return the unfinished requests with a deadline at or before ``now_ms``, each once."""
         found = []
         while (earliest := self.next_ms()) is not None and earliest <= now_ms:
             if (request := heapq.heappop(self._heap)[2]()) is not None:

@@ -1,20 +1,20 @@
-"""How much was computed for each fairness key lately."""
+"""Recent service of each fairness key."""
 
 from collections.abc import Iterable
 
-_WINDOW, _WINDOW_OF_A_KEY = 16, 32  # full steps that "lately" means, and how many more for each key
-_LEAST = 1 / 1000  # of a full step, and a token at most: a key with less is forgotten
+_WINDOW, _WINDOW_OF_A_KEY = 16, 32  # full steps that count as recent, and further steps for each key
+_LEAST = 1 / 1000  # part of a full step; a key with fewer tokens than this, and than one, is dropped
 
 
 class RecentService:
-    """Tokens computed for each key while requests of several keys were there; older ones fade. Owned by the core."""
+    """Tokens computed for each key while several keys had requests. Old tokens fade. Owned by the core."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, float] = {}
-        self._since = 0  # tokens since the others were reduced last
+        self._since = 0  # tokens since the last reduction of all keys
 
     def charge(self, tokens: dict[str, int], full: int) -> None:
-        """Count what a plan computes for each key. ``full``: the most tokens of a step."""
+        """Count the tokens that a plan computes for each key. ``full`` is the most tokens of a step."""
         for key, count in tokens.items():
             self._tokens[key] = self._tokens.get(key, 0.0) + count
         self._since += sum(tokens.values())
@@ -25,7 +25,7 @@ class RecentService:
             self._since = 0
 
     def behind(self, keys: Iterable[str]) -> set[str]:
-        """Return those of ``keys`` that got less than half of an equal share of the service of all of them."""
+        """Return the keys that got at most half of an equal share of the recent service of ``keys``."""
         tokens = {key: self._tokens.get(key, 0.0) for key in keys}
         share = sum(tokens.values()) / max(1, len(tokens))
         return {key for key, count in tokens.items() if count <= share / 2}

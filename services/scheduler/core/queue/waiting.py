@@ -1,4 +1,4 @@
-"""The queue of samples that are accepted and not running: priority classes with ageing, fairness between keys."""
+"""The queue of accepted samples that do not run: priority classes with ageing, and fairness between keys."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Set
@@ -26,7 +26,7 @@ class WaitingQueue:
     """
 
     def __init__(self, ageing_ns: int) -> None:
-        self.tokens = 0  # outstanding tokens of all samples here
+        self.tokens = 0  # sum of the limits of all samples
         self._length = 0
         self._ageing_ns = ageing_ns
         self._classes = {priority: _FairQueue() for priority in Priority}
@@ -35,7 +35,7 @@ class WaitingQueue:
         return self._length
 
     def __iter__(self) -> Iterator[Sample]:
-        """Yield every sample once: class by class and key by key, not in the order of service."""
+        """Yield every sample once, by class and key. This is not the order of service."""
         for each in self._classes.values():
             for flow in each.flows.values():
                 yield from flow.samples
@@ -50,12 +50,12 @@ class WaitingQueue:
         self._count(sample, 1)
 
     def push_front(self, sample: Sample) -> None:
-        """Add a sample that was running as the first of its key in its class."""
+        """Add a sample that has run, as the first of its key in its class."""
         self._classes[sample.request.priority].flow(sample.request.fairness_key).push_front(sample)
         self._count(sample, 1)
 
     def remove(self, sample: Sample) -> None:
-        """Remove a sample. Raises ``KeyError`` if it is not here."""
+        """Remove a sample. Raises ``KeyError`` if it is not in the queue."""
         self._classes[sample.request.priority].remove(sample)
         self._count(sample, -1)
 
@@ -64,8 +64,10 @@ class WaitingQueue:
         self._classes[priority].charge(key, tokens)
 
     def charge_only(self, key: str, tokens: int) -> None:
-        """Count ``tokens`` that were computed while no other key had samples running, in every class: the difference
-        between classes would matter only between keys."""
+        """Count ``tokens`` computed for a key in every class, as no other key runs.
+
+        Classes differ only if several keys run.
+        """
         for each in self._classes.values():
             each.charge(key, tokens)
 
@@ -81,7 +83,7 @@ class WaitingQueue:
                 yield priority, key, flow.given
 
     def has_other_key(self, key: str | None) -> bool:
-        """Return whether samples wait under a key other than ``key``. None: under two keys at least."""
+        """Return whether samples of a key other than ``key`` wait. For None, whether samples of two keys wait."""
         for each in self._classes.values():
             for found in each.flows:
                 if key is None:
@@ -91,9 +93,9 @@ class WaitingQueue:
         return False
 
     def overdue_before(self, priority: Priority) -> int | None:
-        """Return the time before which samples of a class must have been accepted to be overdue, in nanoseconds.
+        """Return the time in nanoseconds before which an overdue sample of a class was accepted.
 
-        None if there is no such time: without ageing, and where no higher class waits.
+        None if no sample can be overdue: without ageing, and if no higher class waits.
         """
         highest = self.highest
         if not self._ageing_ns or highest is None or highest >= priority:
@@ -104,7 +106,7 @@ class WaitingQueue:
     def candidates(self, most: int, most_overdue_low: int | None = None) -> list[Sample]:
         """Return the next ``most`` samples in the order of service, as if each was served now. Changes nothing.
 
-        ``most_overdue_low``: samples of class ``low`` that may go before higher classes; None: any number.
+        ``most_overdue_low`` is how many samples of class ``low`` may precede higher classes. None: any number.
         """
         order = self._overdue(most, {Priority.LOW: most_overdue_low})
         overdue = set(order)
@@ -122,12 +124,12 @@ class WaitingQueue:
         return list(islice(merge(*found, key=self._rank), most))
 
     def _rank(self, sample: Sample) -> tuple[int, int]:
-        """Return what orders overdue samples of all classes; ``arrival`` settles equal times."""
+        """Return the sort key of overdue samples of all classes. ``arrival`` decides between equal times."""
         return sample.accepted_ns + sample.request.priority * self._ageing_ns, sample.arrival
 
     def _count(self, sample: Sample, change: int) -> None:
         self._length += change
-        self.tokens += change * sample.outstanding
+        self.tokens += change * sample.request.limit
         sample.request.waiting += change
 
 
@@ -138,7 +140,7 @@ class _Flow:
 
     def __init__(self, start: int, joined: int) -> None:
         self.start = start  # tag of the first sample, in tokens of service
-        self.joined = joined  # keys that started to wait before
+        self.joined = joined  # number of keys that started to wait before
         self.given = 0  # known tokens of all samples
         self.samples: OrderedDict[Sample, None] = OrderedDict()
 
@@ -147,7 +149,7 @@ class _Flow:
         return next(iter(self.samples))
 
     def accepted_before(self, time_ns: int) -> Iterator[Sample]:
-        """Yield the first samples, up to one that was not accepted before ``time_ns``."""
+        """Yield the samples up to the first sample that was accepted at ``time_ns`` or later."""
         return takewhile(lambda sample: sample.accepted_ns < time_ns, self.samples)
 
     def push(self, sample: Sample) -> None:
@@ -176,7 +178,7 @@ class _FairQueue:
         self._joined = 0
 
     def flow(self, key: str) -> _Flow:
-        """Return the flow of a key, which starts to wait if it does not yet."""
+        """Return the flow of a key. A key without a flow starts to wait."""
         flow = self.flows.get(key)
         if flow is None:
             start, virtual = self._tags.pop(key, -1), self._virtual_time()
@@ -201,7 +203,7 @@ class _FairQueue:
             self._newest = 0
 
     def charge(self, key: str, tokens: int) -> None:
-        """Count service for a key; while no key waits it does not matter."""
+        """Count service for a key. While no key waits, nothing needs to be counted."""
         if (flow := self.flows.get(key)) is not None:
             flow.start += tokens
         elif self.flows:
@@ -209,14 +211,14 @@ class _FairQueue:
             self._remember(key, (self._virtual_time() if known is None else known) + tokens)
 
     def in_order(self, served: Set[Sample]) -> Iterator[Sample]:
-        """Yield the samples by start tag, less those ``served``, which count as if they had left before."""
+        """Yield the samples by start tag, without ``served``, which count as if they had left before."""
         if len(self.flows) == 1 and not served:
             (flow,) = self.flows.values()
             yield from flow.samples
             return
         before: Counter[str] = Counter()
         for sample in served:
-            before[sample.request.fairness_key] += sample.cost
+            before[sample.request.fairness_key] += sample.request.cost
         heads = []
         for key, flow in self.flows.items():
             left = (sample for sample in flow.samples if sample not in served) if served else iter(flow.samples)
@@ -228,7 +230,7 @@ class _FairQueue:
                 heappop(heads)
             else:
                 yield head
-                heapreplace(heads, (start + head.cost, joined, samples))
+                heapreplace(heads, (start + head.request.cost, joined, samples))
 
     def _virtual_time(self) -> int:
         return min((flow.start for flow in self.flows.values()), default=0)

@@ -1,4 +1,4 @@
-"""Puts one step's rows in order: Hydragen groups together, micro-batches of equal work."""
+"""Orders the rows of a step: rows of a Hydragen group together, and micro-batches of equal work."""
 
 import heapq
 from typing import NamedTuple
@@ -6,18 +6,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-NONE = np.zeros(0, np.int64)
+from services.scheduler.core.plan import NO_SLOTS
 
 
 class Arrangement(NamedTuple):
-    """A batch in order. All arrays are int64."""
+    """The rows of a step in order. All arrays are int64."""
 
     slots: np.ndarray  # [rows]
-    counts: np.ndarray  # [rows], tokens each row computes
+    counts: np.ndarray  # [rows], tokens that each row computes
     group_starts: np.ndarray  # [groups], first row
     group_counts: np.ndarray  # [groups], rows
-    group_pages: np.ndarray  # [groups], leading pages that the rows share
-    parts: np.ndarray  # [parts], rows of each micro-batch, 0 = it stays empty; no entries = the step is not cut
+    group_pages: np.ndarray  # [groups], leading pages that all rows of the group share
+    micro_batch_rows: np.ndarray  # [micro-batches], rows of each; empty if there is only one micro-batch
 
 
 def arrange(
@@ -28,38 +28,38 @@ def arrange(
     prefill_counts: np.ndarray,
     *,
     min_rows: int,
-    parts: int,
+    micro_batches: int,
 ) -> Arrangement:
-    """Order the rows of a step and cut it into ``parts`` micro-batches.
+    """Order the rows of a step and divide them into ``micro_batches``.
 
-    Each part holds whole groups or pieces of groups, then decoding rows of no group, then prefilling rows. Groups are
-    in ascending order and their rows ascend by slot; other rows keep the order given. A group that a boundary cuts
-    becomes one group in each part; a piece of fewer than ``min_rows`` rows is no group. The numbers of tokens of two
-    parts differ by no more than the longest row (``_spread``).
+    A micro-batch has the rows of groups first, then the other decoding rows, then the prefilling rows. Groups are in
+    ascending order, and the rows of a group ascend by slot. Other rows keep their order. A group that is divided
+    becomes a group in each micro-batch, but rows of a piece smaller than ``min_rows`` are in no group. The tokens of
+    two micro-batches differ by at most those of the longest row (``_spread``).
 
-    ``decoding`` int64 ``[d]`` (slots, one token each) beside ``groups`` int32 ``[d]`` (-1 = none); ``prefix_pages``
-    int64 ``[groups]``; ``prefill_slots``, ``prefill_counts`` int64 ``[p]``.
+    ``decoding`` int64 ``[d]`` are slots that compute one token. ``groups`` int32 ``[d]`` are their groups, -1 = none.
+    ``prefix_pages`` is int64 ``[groups]``. ``prefill_slots`` and ``prefill_counts`` are int64 ``[p]``.
     """
     slots = np.concatenate((decoding, prefill_slots))
     counts = np.ones(len(slots), np.int64)
     counts[len(decoding) :] = prefill_counts
     grouped = groups >= 0
-    if parts == 1 and not grouped.any():
-        return Arrangement(slots, counts, NONE, NONE, NONE, NONE)
+    if micro_batches == 1 and not grouped.any():
+        return Arrangement(slots, counts, NO_SLOTS, NO_SLOTS, NO_SLOTS, NO_SLOTS)
 
-    # Within a part rows sort by kind: the group's number, then `alone`, then `prefilling`.
+    # Rows of a micro-batch are sorted by kind: the number of the group, then ``alone``, then ``prefilling``.
     alone, prefilling = len(prefix_pages), len(prefix_pages) + 1
     kinds = np.full(len(slots), prefilling, np.int64)
     kinds[: len(decoding)] = np.where(grouped, groups, alone)
     order = _by_group(decoding, kinds[: len(decoding)], alone)
-    part = np.zeros(len(slots), np.int64)
-    if parts > 1:
-        part[order], part[len(decoding) :] = _spread(len(decoding), prefill_counts, parts)
-    base = part * (prefilling + 1)
-    rows_of_piece = np.bincount(base + kinds, minlength=parts * (prefilling + 1))
+    micro_batch = np.zeros(len(slots), np.int64)  # of each row
+    if micro_batches > 1:
+        micro_batch[order], micro_batch[len(decoding) :] = _spread(len(decoding), prefill_counts, micro_batches)
+    base = micro_batch * (prefilling + 1)
+    rows_of_piece = np.bincount(base + kinds, minlength=micro_batches * (prefilling + 1))
     kinds[(kinds < alone) & (rows_of_piece[base + kinds] < min_rows)] = alone
 
-    # The sort is stable, and `order` has the rows of each kind in their order already.
+    # The sort is stable, and in ``order`` the rows of each kind are in order.
     order = np.concatenate((order, np.arange(len(decoding), len(slots))))
     order = order[_stable_order((base + kinds)[order])]
     pieces = (base + kinds)[order]
@@ -67,56 +67,56 @@ def arrange(
     lengths = np.diff(starts, append=len(pieces))
     kind = pieces[starts] % (prefilling + 1)
     shared = kind < alone
-    cut = np.bincount(part, minlength=parts) if parts > 1 else NONE
-    return Arrangement(slots[order], counts[order], starts[shared], lengths[shared], prefix_pages[kind[shared]], cut)
+    rows = np.bincount(micro_batch, minlength=micro_batches) if micro_batches > 1 else NO_SLOTS
+    return Arrangement(slots[order], counts[order], starts[shared], lengths[shared], prefix_pages[kind[shared]], rows)
 
 
 def _by_group(decoding: np.ndarray, kinds: np.ndarray, alone: int) -> np.ndarray:
-    """Positions of the decoding rows by group, the rows of a group by slot: int64 ``[d]``."""
-    if (decoding[1:] > decoding[:-1]).all():  # as `Slots.decoding` gives them
+    """Return the decoding rows in the order of their groups, and within a group by slot: int64 ``[d]``."""
+    if (decoding[1:] > decoding[:-1]).all():  # the order of ``Slots.decoding``
         return _stable_order(kinds)
     return np.lexsort((np.where(kinds < alone, decoding, 0), kinds))
 
 
 def _stable_order(keys: np.ndarray) -> np.ndarray:
-    """Stable argsort of keys that are not negative; numpy sorts 16 bits by radix, ten times as fast as 64."""
+    """Return a stable argsort of keys >= 0. For 16 bits, numpy uses radix sort, which is ten times as fast."""
     small = not len(keys) or keys.max() <= np.iinfo(np.uint16).max
     return np.argsort(keys.astype(np.uint16) if small else keys, kind="stable")
 
 
-def _spread(decoding: int, prefill_counts: np.ndarray, parts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Parts of the decoding rows (int64 ``[d]``, ascending) and of the prefilling rows (int64 ``[p]``).
+def _spread(decoding: int, prefill_counts: np.ndarray, micro_batches: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the micro-batches of the decoding rows (int64 ``[d]``, ascending) and prefilling rows (int64 ``[p]``).
 
-    Rows of several tokens go to the lightest part, the longest first (Graham 1969). Rows of one token, which are all
-    alike, then fill the parts up to one level, as if each went to the lightest part too. A row put into the lightest
-    part never makes two parts differ by more than the longest row so far, so in the end they do not either.
+    Rows of several tokens go to the micro-batch with the fewest tokens, longest row first (Graham 1969). Then rows of
+    one token fill the micro-batches to one level, which is the same as adding each to the one with the fewest tokens.
+    Such an addition never makes two micro-batches differ by more than the longest row.
     """
-    prefill_parts = np.zeros(len(prefill_counts), np.int64)
-    lightest = [(0, part) for part in range(parts)]
+    of_prefill = np.zeros(len(prefill_counts), np.int64)
+    lightest = [(0, micro_batch) for micro_batch in range(micro_batches)]
     long = np.flatnonzero(prefill_counts > 1)
     long = long[np.argsort(-prefill_counts[long], kind="stable")]
     for row, count in zip(long.tolist(), prefill_counts[long].tolist(), strict=True):
-        load, part = lightest[0]
-        prefill_parts[row] = part
-        heapq.heapreplace(lightest, (load + count, part))
-    loads = np.zeros(parts, np.int64)
-    for load, part in lightest:
-        loads[part] = load
+        load, micro_batch = lightest[0]
+        of_prefill[row] = micro_batch
+        heapq.heapreplace(lightest, (load + count, micro_batch))
+    loads = np.zeros(micro_batches, np.int64)
+    for load, micro_batch in lightest:
+        loads[micro_batch] = load
 
     short = np.flatnonzero(prefill_counts == 1)
     room = _fill(loads, decoding + len(short))
-    fill = np.repeat(np.arange(parts), room)
-    prefill_parts[short] = fill[decoding:]
-    return fill[:decoding], prefill_parts
+    fill = np.repeat(np.arange(micro_batches), room)
+    of_prefill[short] = fill[decoding:]
+    return fill[:decoding], of_prefill
 
 
 def _fill(loads: npt.NDArray[np.int64], units: int) -> npt.NDArray[np.int64]:
-    """How many of ``units`` tokens each part gets when they go to the lightest part one by one: int64 ``[parts]``."""
+    """Return the tokens that each micro-batch gets if ``units`` tokens go to the lowest load one by one: int64."""
     low = np.sort(loads)
-    levels = (units + np.cumsum(low)) // np.arange(1, len(low) + 1)  # if the units go to the 1, 2... lightest parts
+    levels = (units + np.cumsum(low)) // np.arange(1, len(low) + 1)  # if the lowest 1, 2, ... loads get all units
     reached = np.append(low[1:] > levels[:-1], True)
     level = levels[reached.argmax()]
     room: npt.NDArray[np.int64] = np.maximum(level - loads, 0)
-    open_parts = np.flatnonzero(loads <= level)
-    room[open_parts[: units - room.sum()]] += 1
+    at_level = np.flatnonzero(loads <= level)
+    room[at_level[: units - room.sum()]] += 1
     return room

@@ -1,4 +1,4 @@
-"""The rows of a plan: their order, Hydragen groups and micro-batches; sent only when they changed."""
+"""The batch of a plan: order of rows, Hydragen groups and micro-batches. It is sent only if it changed."""
 
 import numpy as np
 
@@ -8,24 +8,24 @@ from services.scheduler.core.plan import NO_SLOTS, PlannedStep
 from services.scheduler.core.state import State
 from services.scheduler.core.step.arrangement import arrange
 
-_REGROUP_SHARE = 20  # groups are chosen anew when one in so many of the running sequences has come or gone
+_REGROUP_SHARE = 20  # groups are chosen again after changes of one in this number of running sequences
 
 
 class Batching:
-    """Remembers what the worker was told last. Owned by the core, for as long as one worker lives."""
+    """The batch that was sent last. Owned by the core, for as long as one worker is attached."""
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._last_slots = self._last_counts = self._last_parts = NO_SLOTS
+        self._last_slots = self._last_counts = self._last_micro_batch_rows = NO_SLOTS
         self._last_groups = np.zeros((3, 0), np.int64)
-        self._membership = 0  # when groups were chosen last
+        self._membership = 0  # of the pool, when groups were chosen last
         self._prefix_pages = NO_SLOTS
         self._no_groups = np.full(len(state.pool.slots.active), -1, np.int32)
 
     def fill(
         self, plan: PlannedStep, decoding: np.ndarray, prefilling: list[tuple[int, int]], *, regroup: bool
     ) -> None:
-        """Put the rows into ``plan``. ``regroup`` allows to choose other Hydragen groups."""
+        """Put the rows into ``plan``. ``regroup`` allows a new choice of Hydragen groups."""
         state, policy = self._state, self._state.policy
         hydragen = policy.hydragen if state.pool.shape.hydragen else None
         if regroup and hydragen is not None:
@@ -42,17 +42,17 @@ class Batching:
         )
         least = hydragen.min_group_size if hydragen else 1
         batch = arrange(decoding, groups, self._prefix_pages, rows[:, 0], rows[:, 1], min_rows=least,
-                        parts=policy.micro_batches)  # fmt: skip
+                        micro_batches=policy.micro_batches)  # fmt: skip
         plan.sequences = len(batch.slots)
         counts = batch.counts if prefilling else NO_SLOTS
-        self._set_batch(plan, batch.slots, counts, batch.parts)
+        self._set_batch(plan, batch.slots, counts, batch.micro_batch_rows)
         self._set_groups(plan, np.stack((batch.group_starts, batch.group_counts, batch.group_pages)))
         plan.hydragen_groups, plan.hydragen_rows = len(batch.group_counts), int(batch.group_counts.sum())
         state.queue.counters.batch_rows += plan.sequences
         state.queue.counters.hydragen_rows += plan.hydragen_rows
 
     def _fill_plain(self, plan: PlannedStep, decoding: np.ndarray) -> None:
-        """What most plans are, in less time: every row decodes, and there is nothing to arrange."""
+        """Put rows into a plan without prompts, groups and micro-batches. Most plans are such, so this is fast."""
         plan.sequences = len(decoding)
         self._set_batch(plan, decoding, NO_SLOTS, NO_SLOTS)
         if self._last_groups.size:
@@ -74,10 +74,10 @@ class Batching:
         self._prefix_pages = grouping.prefix_pages
 
     def _set_batch(self, plan: PlannedStep, slots: np.ndarray, counts: np.ndarray, parts: np.ndarray) -> None:
-        said = ((slots, self._last_slots), (counts, self._last_counts), (parts, self._last_parts))
-        if not plan.released and not plan.admissions and all(a is b or np.array_equal(a, b) for a, b in said):
+        columns = ((slots, self._last_slots), (counts, self._last_counts), (parts, self._last_micro_batch_rows))
+        if not plan.released and not plan.admissions and all(a is b or np.array_equal(a, b) for a, b in columns):
             return
-        self._last_slots, self._last_counts, self._last_parts = slots, counts, parts
+        self._last_slots, self._last_counts, self._last_micro_batch_rows = slots, counts, parts
         plan.batch = Batch(slots, counts if len(counts) else np.ones(len(slots), np.int64))
         plan.micro_batch_rows = tuple(parts.tolist())
 

@@ -1,16 +1,16 @@
-"""How loaded the scheduler is, as numbers."""
+"""The load of the scheduler."""
 
 import dataclasses
 from dataclasses import dataclass, field
 
 from services.scheduler.core.counters import Counters
-from services.scheduler.core.future.summary import PageForecast
+from services.scheduler.core.future.admission import PageForecast
 from services.scheduler.core.state import State
 
 
 @dataclass(frozen=True)
 class Load:
-    """A snapshot, named as in the contract."""
+    """The load at one moment, named as in the contract."""
 
     running_sequences: int = 0
     waiting_sequences: int = 0
@@ -31,36 +31,35 @@ class Load:
 
 
 def read_load(
-    state: State, *, not_ready_reason: str, plans_in_flight: int, step_s: float = 0.0, forecast: PageForecast = ()
+    state: State, *, not_ready_reason: str, plans_in_flight: int, step_s: float, forecast: PageForecast
 ) -> Load:
-    """The present load. ``not_ready_reason``: empty when it is ready; ``step_s``: recent time of a step."""
-    ready = not not_ready_reason
-    waiting, counters = len(state.queue.waiting), dataclasses.replace(state.queue.counters)
-    if not state.attached:
-        return Load(
-            waiting_sequences=waiting,
-            outstanding_tokens=state.queue.waiting.tokens,
-            ready=ready,
-            not_ready_reason=not_ready_reason,
-            steps_by_tokens=tuple(state.queue.steps_by_tokens),
-            counters=counters,
-        )
-    pool = state.pool.pages
-    return Load(
-        running_sequences=state.pool.slots.running,
-        waiting_sequences=waiting,
-        total_pages=pool.size,
-        free_pages=pool.free,
-        cached_pages=pool.cached,
-        in_use_pages=pool.in_use,
-        page_size=pool.page_size,
-        outstanding_tokens=state.pool.slots.outstanding_tokens() + state.queue.waiting.tokens,
-        ready=ready,
+    """Return the load. Without a worker, all facts about it are 0.
+
+    ``not_ready_reason`` is empty if the scheduler is ready. ``step_s`` is the recent duration of a step.
+    """
+    queue = state.queue
+    load = Load(
+        waiting_sequences=len(queue.waiting),
+        outstanding_tokens=queue.waiting.tokens,
+        ready=not not_ready_reason,
         not_ready_reason=not_ready_reason,
+        steps_by_tokens=tuple(queue.steps_by_tokens),
+        counters=dataclasses.replace(queue.counters),
+    )
+    if not state.attached:
+        return load
+    slots, pages = state.pool.slots, state.pool.pages
+    return dataclasses.replace(
+        load,
+        running_sequences=slots.running,
+        total_pages=pages.size,
+        free_pages=pages.free,
+        cached_pages=pages.cached,
+        in_use_pages=pages.in_use,
+        page_size=pages.page_size,
+        outstanding_tokens=slots.outstanding_tokens() + queue.waiting.tokens,
         plans_in_flight=plans_in_flight,
-        plans_ahead=state.queue.steps_ahead,
+        plans_ahead=queue.steps_ahead,
         step_ns=round(step_s * 1e9),
         forecast=forecast,
-        steps_by_tokens=tuple(state.queue.steps_by_tokens),
-        counters=counters,
     )

@@ -14,11 +14,11 @@ from services.scheduler.core.step.batching import Batching
 from services.scheduler.core.step.preemption import Preemption
 from services.scheduler.core.step.prefill import Prefill, Rows
 
-_MOST_HURRIED = 3  # plans in a row
+_MOST_LIGHT = 3  # light plans in a row
 
 
 class Planner:
-    """State advances when a plan is built: lengths count what every plan sent will have computed. Owned by the core."""
+    """Builds plans, and advances the state as if each plan had run. Owned by the core."""
 
     def __init__(
         self,
@@ -35,30 +35,29 @@ class Planner:
         self._preemption = preemption
         self._batching = Batching(state)
         self._time_sharing = TimeSharing(state)
-        self._hurried = 0  # plans since the last one that was not
+        self._light_in_a_row = 0  # light plans since the last other plan
 
-    def build(self, now_ns: int, *, hurry: bool = False) -> PlannedStep | None:
-        """The next plan, or None when there is nothing to compute.
+    def build(self, now_ns: int, *, light: bool = False) -> PlannedStep | None:
+        """Return the next plan, or None if there is nothing to compute.
 
-        ``hurry``: the worker is about to run dry. Admissions, predictions and Hydragen groups then wait for a
-        later plan, at most three plans in a row.
+        A ``light`` plan is built quickly because the worker is about to become idle: it leaves admissions, predictions
+        and Hydragen groups to a later plan. At most three plans in a row are light.
         """
         state = self._state
         plan = PlannedStep(step=state.pool.step + 1)
-        hurry = hurry and self._hurried < _MOST_HURRIED
-        if not hurry:
+        light = light and self._light_in_a_row < _MOST_LIGHT
+        if not light:
             self._prediction.refresh(plan.step)
             self._preemption.preempt_for_waiting(plan)
-        if (time_slice := self._time_sharing.next()) is not None:
-            self._time_sharing.begin(time_slice)
-        decoding, prefilling = self._compute(plan, time_slice, now_ns, hurry=hurry)
+        time_slice = self._time_sharing.next()
+        decoding, prefilling = self._compute(plan, time_slice, now_ns, light=light)
         if time_slice is not None and len(decoding) == 0 and not prefilling:
-            self._time_sharing.undo(time_slice)
-            decoding, prefilling = self._compute(plan, None, now_ns, hurry=hurry)
+            state.pool.slots.end_step[time_slice.paused] -= 1  # the plan is made for all keys instead
+            decoding, prefilling = self._compute(plan, None, now_ns, light=light)
         if len(decoding) == 0 and not prefilling:
             return None
         self._charge(decoding, prefilling)
-        # Not sooner: a page that this plan copies from must not be a page that it copies onto.
+        # Not before: otherwise this plan could copy onto a page from which it also copies.
         for request in [request for request in state.pool.sharing if not request.waiting]:
             self._lifecycle.shares.end(request)
         state.pool.step = plan.step
@@ -67,31 +66,31 @@ class Planner:
         plan.released_ids = [request_id for _, request_id in state.pool.to_release]
         plan.preempted_ids, state.pool.preempted = state.pool.preempted, []
         state.pool.to_release = []
-        self._batching.fill(plan, decoding, prefilling, regroup=not hurry)
+        self._batching.fill(plan, decoding, prefilling, regroup=not light)
         state.queue.counters.step_tokens += plan.tokens
         state.queue.steps_by_tokens[min((plan.tokens - 1).bit_length(), STEP_SIZES - 1)] += 1
         return plan
 
     def _compute(
-        self, plan: PlannedStep, time_slice: TimeSlice | None, now_ns: int, *, hurry: bool
+        self, plan: PlannedStep, time_slice: TimeSlice | None, now_ns: int, *, light: bool
     ) -> tuple[np.ndarray, Rows]:
-        """Put tokens into the plan; return the slots that decode, and the rows of prompts."""
+        """Put tokens into the plan. Return the slots that decode, and the rows of prompts."""
         state = self._state
         decoding = self._decode(plan, time_slice)
         budget = state.pool.shape.max_tokens_per_step - len(decoding)
-        if hurry and len(decoding):
-            self._hurried += 1
+        if light and len(decoding):
+            self._light_in_a_row += 1
             plan.postponed = bool(state.queue.waiting)
             state.queue.counters.postponed_plans += plan.postponed
             return decoding, self._prefill.continue_prefill(plan, budget, time_slice)
-        self._hurried = 0
-        if state.queue.on_trial is None and state.several_keys:
+        self._light_in_a_row = 0
+        if state.queue.quarantined is None and state.several_keys:
             return decoding, self._prefill.share_prefill(plan, budget, now_ns, time_slice)
         prefilling = self._prefill.continue_prefill(plan, budget)
         return decoding, prefilling + self._prefill.admit(plan, budget - plan.prefill_tokens, now_ns)
 
     def _charge(self, decoding: np.ndarray, prefilling: Rows) -> None:
-        """Count what the plan computes for each key."""
+        """Count the tokens that the plan computes for each key."""
         state, slots = self._state, self._state.pool.slots
         if not state.several_keys:
             if state.queue.waiting and (only := state.pool.running_keys.only) is not None:
@@ -113,12 +112,14 @@ class Planner:
         state.queue.recent.charge(computed, state.pool.shape.max_tokens_per_step)
 
     def _decode(self, plan: PlannedStep, time_slice: TimeSlice | None) -> np.ndarray:
-        """Compute one more token for every sequence that is past its prompt, and take the pages where those tokens
-        go."""
+        """Compute one more token for every sequence that is past its prompt, and take pages for these tokens.
+
+        If pages run out, release prompts that only waiting samples need, then preempt sequences.
+        """
         state, slots, size = self._state, self._state.pool.slots, self._state.pool.shape.page_size
         decoding = slots.decoding()
         if time_slice is not None:
-            decoding = decoding[~time_slice.held[decoding]]
+            decoding = decoding[~time_slice.paused[decoding]]
         while True:
             position = slots.scheduled[decoding]
             full = decoding[position >= slots.page_count[decoding] * size]
@@ -126,12 +127,12 @@ class Planner:
             if missing <= 0:
                 break
             idle = next((request for request, share in state.pool.sharing.items() if share.leader is None), None)
-            if idle is not None:  # what only those hold who wait
+            if idle is not None:
                 self._lifecycle.shares.end(idle)
                 continue
             victims = choose_victims(state, missing)
             if len(victims) == 0:
-                break  # `take` says what is wrong
+                break  # ``take`` raises
             self._lifecycle.preempt(victims)
             decoding = decoding[slots.active[decoding]]
         if len(full):

@@ -21,8 +21,8 @@ from services.scheduler.core.request import Priority, Sample
 from services.scheduler.core.state import State
 from services.scheduler.core.step.prefill import MOST_ADMISSIONS, Candidates, Prefill
 
-_KEY_SHARE = 16  # others make way for a key until it has one slot in so many
-_MOST_SHORT_KEYS = 16  # keys for which others make way in one plan
+_KEY_SHARE = 16  # others are preempted for a key until it has one in this number of slots
+_MOST_SHORT_KEYS = 16  # keys for which others are preempted in one plan
 
 
 class Preemption:
@@ -39,11 +39,11 @@ class Preemption:
     def preempt_for_waiting(self, plan: PlannedStep) -> None:
         """Preempt as few sequences as possible for waiting samples, and none if it would not help.
 
-        It runs before anything of ``plan`` is decided.
+        This is the first step of building ``plan``.
         """
         self._preempt_for_classes(plan)
         self._state.queue.first = []
-        if self._state.queue.on_trial is None and self._state.queue.waiting and self._state.several_keys:
+        if self._state.queue.quarantined is None and self._state.queue.waiting and self._state.several_keys:
             self._preempt_for_keys(plan)
 
     def _preempt_for_keys(self, plan: PlannedStep) -> None:
@@ -63,7 +63,7 @@ class Preemption:
             if (number := keys.number(sample.request.fairness_key)) is not None:
                 ahead[number] = False
         may = ahead[slots.key[running]] & ~slots.guaranteed[running]
-        may &= slots.known[running] >= slots.firm_until[running]
+        may &= slots.known[running] >= slots.protected_until[running]
         others = running[may & (slots.priority[running] >= short[0].request.priority)]
         budget = max(1, state.pool.shape.max_tokens_per_step - len(slots.decoding()))
         free = state.pool.shape.max_running - slots.running
@@ -77,13 +77,12 @@ class Preemption:
         state.queue.first = candidates.samples
 
     def _short_of_slots(self, most: int, behind: set[str]) -> list[Sample]:
-        """Return the samples that are next, all of one class, as long as their keys are ``behind`` the others and have
-        less than ``most`` slots."""
+        """Return the next samples of one class whose keys are in ``behind`` and have less than ``most`` slots."""
         found: list[Sample] = []
         taken: dict[str, int] = {}
         for sample in self._state.in_order(most * _MOST_SHORT_KEYS):
             key = sample.request.fairness_key
-            taken[key] = taken.get(key, self._state.pool.running_keys.running(key)) + 1
+            taken[key] = taken.get(key, self._state.pool.running_keys.users(key)) + 1
             if (
                 key not in behind
                 or taken[key] > most
@@ -100,7 +99,7 @@ class Preemption:
         if highest is None or highest >= Priority.LOW:
             return
         running = slots.running_slots()
-        low = running[slots.yields[running]]
+        low = running[slots.preemptible[running]]
         if len(low):
             low = without_overdue(state, low)
         if not len(low):
@@ -123,14 +122,14 @@ class Preemption:
             self._lifecycle.shares.end(request)
 
     def _budget(self, low: np.ndarray) -> tuple[int, np.ndarray]:
-        """Return the tokens that a plan has for new prompts, and slots of ``low`` to preempt first, int64.
+        """Return the tokens that a plan has for new prompts, and the slots of ``low`` to preempt first, int64.
 
-        These are slots whose own prompt would take all tokens of the plan.
+        The latter are slots whose own prompts would take all tokens of the plan.
         """
-        state, slots = self._state, self._state.pool.slots
-        budget = state.pool.shape.max_tokens_per_step - len(slots.decoding())
+        state = self._state
+        budget = state.pool.shape.max_tokens_per_step - len(state.pool.slots.decoding())
         begun = np.array(state.pool.prefilling, np.int64)
-        rest = int((slots.given[begun] - slots.scheduled[begun]).sum())
+        rest = state.pool.tokens_to_prefill()
         if rest < budget:
             return budget - rest, begun[:0]
         if np.isin(begun, low).all():
@@ -139,7 +138,7 @@ class Preemption:
 
     def _fewest(self, plan: PlannedStep, order: np.ndarray, least: int, free: int, candidates: Candidates) -> int:
         """Return how many of ``order``, from the first on, to preempt so that as many candidates fit as if all were."""
-        # As of the plan before: this one has not computed anything yet.
+        # As of the plan before, because this plan has not computed anything yet.
         sequences = candidates.sequences._replace(
             end=candidates.sequences.end + 1, delay=candidates.sequences.delay + 1
         )

@@ -20,22 +20,22 @@ from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.request import FinishReason, Request, Sample
 from services.scheduler.core.state import State
 
-# Admissions are per-sequence Python; so many at most go into one plan, that running sequences do not wait for them.
+# Most admissions of one plan. Each runs Python, for which the running sequences wait.
 MOST_ADMISSIONS = 512
 _MOST_LOOKED_UP = 512 * 1024  # tokens of prompts looked up in the prefix tree for one plan
-# Bytes that the admissions of one plan carry, their pages aside: with these less than what a message holds (64 MiB),
-# whatever the page size. One that carries more goes by itself, if it takes no more than the second, pages and all.
-_MOST_CARRIED = 24 * 1024 * 1024
-_MOST_ALONE = 48 * 1024 * 1024
-_FIXED_BYTES = 256  # of an admission: numbers and the name of a trace
-_MOST_LATER = 64  # requests passed over in one plan because their prefix is being computed
-_MOST_OVERTAKEN = 1024  # samples that may pass one that is first in the queue and does not fit
+# Most bytes of the admissions of one plan without their pages. With any page size, the message is then below its limit
+# of 64 MiB. A larger admission is alone in its plan, and must be below the second limit with its pages.
+_MOST_BYTES = 24 * 1024 * 1024
+_MOST_BYTES_ALONE = 48 * 1024 * 1024
+_FIXED_BYTES = 256  # numbers and trace id of an admission
+_MOST_LATER = 64  # requests that wait in one plan because their prefix is being computed
+_MOST_OVERTAKEN = 1024  # samples that may be admitted before the first sample of the queue, which does not fit
 
 Rows = list[tuple[int, int]]  # (slot, tokens) of prefilling rows
 
 
 class Prefill:
-    """Fills what decoding leaves of a step with prompts. Owned by the core."""
+    """Fills the part of a step that decoding leaves with prompts. Owned by the core."""
 
     def __init__(
         self, state: State, lifecycle: Lifecycle, prediction: Prediction, admission: type[Admission] = Admission
@@ -51,7 +51,7 @@ class Prefill:
         for slot in self._state.pool.prefilling:
             if budget == 0:
                 break
-            if time_slice is not None and time_slice.held[slot]:
+            if time_slice is not None and time_slice.paused[slot]:
                 continue
             rows.append((slot, min(int(slots.given[slot] - slots.scheduled[slot]), budget)))
             budget -= rows[-1][1]
@@ -61,11 +61,10 @@ class Prefill:
     def share_prefill(self, plan: PlannedStep, budget: int, now_ns: int, time_slice: TimeSlice | None) -> Rows:
         """Compute chunks of prompts of several keys: of those that were begun, and of samples that are admitted.
 
-        Each key gets the same part of ``budget``, or what it needs if that is less. What one does not use is for the
-        others.
+        Each key gets the same part of ``budget``, or less if it needs less. The others get the rest.
         """
         state, slots = self._state, self._state.pool.slots
-        begun = [slot for slot in state.pool.prefilling if time_slice is None or not time_slice.held[slot]]
+        begun = [slot for slot in state.pool.prefilling if time_slice is None or not time_slice.paused[slot]]
         keys = {slot: slots.samples[slot].request.fairness_key for slot in begun}
         missing = {slot: int(slots.given[slot] - slots.scheduled[slot]) for slot in begun}
         wanted = {keys[slot]: missing[slot] for slot in begun}
@@ -92,8 +91,8 @@ class Prefill:
     def admit(self, plan: PlannedStep, budget: int, now_ns: int, time_slice: TimeSlice | None = None) -> Rows:
         """Admit waiting samples in order, as long as the first chunk of each has room and the forecast allows.
 
-        A sample whose prefix is being computed now waits for the next plan. A sample that does not fit may be passed by
-        others that leave it its pages in the forecast, a limited number of times.
+        A sample whose prefix is being computed waits for the next plan. Before a sample that does not fit, a limited
+        number of others may be admitted that leave it its pages in the forecast.
         """
         state = self._state
         if budget == 0 or not state.queue.waiting or state.pool.slots.running == state.pool.shape.max_running:
@@ -102,7 +101,7 @@ class Prefill:
         waiting = state.in_order(2 * MOST_ADMISSIONS)
         if time_slice is not None:
             waiting = [sample for sample in waiting if sample.request.fairness_key in time_slice.keys]
-        if state.pool.prefilling:  # the next prompt of a key begins behind the one before
+        if state.pool.prefilling:  # a key has at most one partly computed prompt
             keys = {state.pool.slots.samples[slot].request.fairness_key for slot in state.pool.prefilling}
             waiting = [sample for sample in waiting if sample.request.fairness_key not in keys]
         entries = self.gather(plan, waiting, budget, room)
@@ -122,7 +121,7 @@ class Prefill:
         ``room`` slots and ``budget`` tokens bound their number.
         """
         entries = []
-        looked_up = carried = 0
+        looked_up = size = 0  # tokens; bytes
         later: set[Request] = set()
         claimed: set[PageName] = set()  # pages that an earlier entry adds to the prefix tree
         siblings: dict[Request, list[Sample]] = {}
@@ -132,11 +131,11 @@ class Prefill:
             request = sample.request
             if request in later:
                 continue
-            carries = _carries(sample)
-            if carried and carried + carries > _MOST_CARRIED:
+            more = _admission_bytes(sample)
+            if size and size + more > _MOST_BYTES:
                 break
             if request in siblings and not len(sample.generated):
-                carried += carries
+                size += more
                 siblings[request].append(sample)
                 budget, room = budget - 1, room - 1
                 continue
@@ -154,7 +153,7 @@ class Prefill:
             elif entry.leads:
                 later.add(request)
             entries.append(entry)
-            carried += carries
+            size += more
             budget, room = budget - (len(entry.tokens) - entry.cached), room - 1
         return entries
 
@@ -162,21 +161,21 @@ class Prefill:
         """Return the entry of ``sample``, or None while a sent plan or an earlier entry computes more of its prefix."""
         state, request, size = self._state, sample.request, self._state.pool.shape.page_size
         share, tokens = request.share, sample.tokens
-        alone = _carries(sample) + 4 * -(-len(tokens) // size)
-        if alone > _MOST_ALONE:
-            raise Internal(f"the sequence takes {alone} bytes of a plan, which carries {_MOST_ALONE} at most")
+        alone = _admission_bytes(sample) + 4 * -(-len(tokens) // size)
+        if alone > _MOST_BYTES_ALONE:
+            raise Internal(f"the sequence takes {alone} bytes of a plan, which carries {_MOST_BYTES_ALONE} at most")
         if share is not None and not len(sample.generated):
             if not 0 < share.ready_step <= plan.step:
                 return None
             return Entry([sample], tokens, len(tokens) - 1, share.node, share.last_page, shared=True)
-        # The page of the last token is never taken from the tree: that token is computed, to sample behind it.
+        # The page of the last token is never taken from the tree, because sampling needs this token to be computed.
         most = (request.scored if request.unscored else len(tokens) - 1) // size
         node, early = state.pool.tree.match(tokens, request.salt, most, plan.step)
         if early:
             return None
         at = int(state.pool.tree.depth[node])
         leads = share is None and request.waiting > 1 and len(tokens) > 1 and not len(sample.generated)
-        # A leader keeps the page of its last token: its siblings copy it.
+        # A leader keeps the page of its last token, which the other samples copy.
         if at < (len(tokens) - leads) // size:
             key = state.pool.tree.key(tokens, request.salt, node, at)
             if key in claimed and at < most:
@@ -185,16 +184,16 @@ class Prefill:
         return Entry([sample], tokens, at * size, node, leads=leads)
 
     def candidates(self, plan: PlannedStep, entries: list[Entry], budget: int) -> "Candidates":
-        """Return what the forecast needs to know of ``entries``, if ``plan`` admits them with ``budget`` tokens."""
+        """Return ``entries`` as the forecast needs them, if ``plan`` admits them with ``budget`` tokens."""
         state, size = self._state, self._state.pool.shape.page_size
         samples = [sample for entry in entries for sample in entry.samples]
         counts = [len(entry.samples) for entry in entries]
         rows = [(len(entry.tokens), entry.cached, entry.node, entry.lent_pages(size)) for entry in entries]
         given, cached, node, lent = np.repeat(np.array(rows, np.int64), counts, axis=0).T
         missing = given - cached
-        # Only the last can have less of this step than it needs, and not even that when others are not admitted.
+        # Only the last candidate can get less of this step than it needs, or none if others are not admitted.
         rest, least = np.maximum(np.cumsum(missing) - budget, 0), np.maximum(missing - budget, 0)
-        rest[rest > 0] += self._begun_tokens()  # prompts of other keys are computed beside it
+        rest[rest > 0] += state.pool.tokens_to_prefill()  # prompts of other keys are computed beside it
         total, quantile = self._prediction.totals(samples)
         limit = np.array([sample.request.limit for sample in samples], np.int64)
         slowest = max(1, state.pool.shape.max_tokens_per_step - state.pool.slots.running - len(samples))
@@ -204,20 +203,15 @@ class Prefill:
         classes = np.array([-1 if sample.guaranteed else sample.request.length_class_id for sample in samples])
         return Candidates(samples, sequences, classes, Lengths(total, quantile, plan.step + end))
 
-    def _begun_tokens(self) -> int:
-        """Return the tokens that are missing of prompts that were begun."""
-        slots, begun = self._state.pool.slots, self._state.pool.prefilling
-        return int((slots.given[begun] - slots.scheduled[begun]).sum()) if begun else 0
-
     def _expect_delay(self, plan: PlannedStep, candidates: "Candidates") -> None:
-        """Set the latest ends of prompts that were begun, as they are if all ``candidates`` are computed before."""
+        """Postpone the latest ends of partly computed prompts, as if all ``candidates`` were computed first."""
         state, slots = self._state, self._state.pool.slots
         if not state.pool.prefilling:
             return
         begun = np.array(state.pool.prefilling, np.int64)
         length, count = candidates.sequences.length, len(candidates.samples)
         slowest = max(1, state.pool.shape.max_tokens_per_step - slots.running - count)
-        prefill = -(-(self._begun_tokens() + int(length.sum())) // slowest)
+        prefill = -(-(state.pool.tokens_to_prefill() + int(length.sum())) // slowest)
         end = plan.step + prefill + slots.total[begun] - slots.given[begun] + state.queue.steps_ahead
         slots.end_step[begun] = np.maximum(slots.end_step[begun], end)
 
@@ -281,37 +275,38 @@ class Prefill:
         total = int(counts.sum())
         plan.tokens, plan.prefill_tokens = plan.tokens + total, plan.prefill_tokens + total
         slots.scheduled[chosen] += counts
-        # Of a prompt that siblings share, the page of the last token stays its own: they copy it.
-        findable = slots.scheduled[chosen] - (slots.lent_pages[chosen] > 0)
-        self._lifecycle.register_pages(chosen, findable, ready_step=plan.step + 1)
+        # The page of the last token of a shared prompt stays the leader's, as the other samples copy it.
+        registered = slots.scheduled[chosen] - (slots.lent_pages[chosen] > 0)
+        self._lifecycle.register_pages(chosen, registered, ready_step=plan.step + 1)
         missing = slots.given[chosen] - slots.scheduled[chosen]
         slots.delay[chosen] = -(-missing // state.pool.shape.max_tokens_per_step)
         state.pool.prefilling = [slot for slot in state.pool.prefilling if slot not in chosen] + chosen[
             missing > 0
         ].tolist()
         complete = chosen[missing == 0]
-        if len(complete):  # now their ends are exact
+        if len(complete):  # their ends are exact from now on
             decoding = slots.total[complete] - 1 - slots.given[complete]
             slots.end_step[complete] = (
                 plan.step + decoding + state.queue.steps_ahead
-            )  # the last result comes that much later
+            )  # the last result is received this number of plans later
             plan.sampling.append(complete)
         for slot in complete[slots.lent_pages[complete] > 0].tolist():
-            self._lifecycle.shares.ready(slots.samples[slot], plan.step)
+            self._lifecycle.shares.prompt_computed(slots.samples[slot], plan.step)
 
     def _note_overtaken(self, samples: list[Sample], chosen: np.ndarray) -> np.ndarray:
-        """Count how often the first sample that is not ``chosen`` was passed, and return the indices to admit.
+        """Return the indices to admit, of the indices ``chosen`` into ``samples``.
 
-        ``chosen``: indices into ``samples``. If that sample was passed too often, the samples behind it are left out.
+        Counts the samples that are admitted before the first sample that is not. If that are too many so far, samples
+        after it are not admitted.
         """
         gaps = np.flatnonzero(chosen != np.arange(len(chosen)))
         if not len(gaps):
             return chosen
         first = int(gaps[0])
-        passed = samples[first]
-        if passed.overtaken >= _MOST_OVERTAKEN:
+        waiting = samples[first]
+        if waiting.overtaken >= _MOST_OVERTAKEN:
             return chosen[:first]
-        passed.overtaken += len(chosen) - first
+        waiting.overtaken += len(chosen) - first
         self._state.queue.counters.overtakes += len(chosen) - first
         return chosen
 
@@ -324,19 +319,19 @@ class Prefill:
         """
         state = self._state
         idle = state.pool.slots.running == 0
-        let_go = [request for request in state.pool.sharing if idle or request is not head.request]
-        for request in let_go:
+        released = [request for request in state.pool.sharing if idle or request is not head.request]
+        for request in released:
             self._lifecycle.shares.end(request)
         if not idle:
             return []
-        if not let_go:
+        if not released:
             error = Internal("the sequence does not fit the KV cache by itself")
             self._lifecycle.finish([Ending(head, FinishReason.ERROR, error=error)])
         return self.admit(plan, budget, now_ns, time_slice)
 
 
 class Candidates(NamedTuple):
-    """The samples of all entries, and columns beside them."""
+    """The samples of all entries, with columns beside them."""
 
     samples: list[Sample]
     sequences: Sequences
@@ -353,8 +348,8 @@ def _fair_parts(wanted: Mapping[str, int], budget: int) -> dict[str, int]:
     return parts
 
 
-def _carries(sample: Sample) -> int:
-    """Return the bytes that an admission takes in a plan at most, without its pages. Each sibling has a copy."""
+def _admission_bytes(sample: Sample) -> int:
+    """Return an upper bound on the bytes of the admission of ``sample`` in a plan, without its pages."""
     sampling = sample.request.sampling
     biases = 0 if sampling.parameters is None else len(sampling.parameters.logit_bias_token_ids)
     return _FIXED_BYTES + 4 * (sample.given + len(sampling.grammar)) + 8 * biases

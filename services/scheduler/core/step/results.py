@@ -1,4 +1,4 @@
-"""Takes in a worker's answer to one plan."""
+"""Processes the result of one plan."""
 
 import dataclasses
 
@@ -13,14 +13,14 @@ from services.scheduler.core.state import State
 
 
 class Results:
-    """Owned by the core."""
+    """Advances sequences by the tokens that the worker returned. Owned by the core."""
 
     def __init__(self, state: State, lifecycle: Lifecycle) -> None:
         self._state = state
         self._lifecycle = lifecycle
 
     def take(self, result: StepResult, now_ns: int) -> None:
-        """Advance every sequence that still runs, and end those that are through."""
+        """Advance the sequences that still run, and end those that are complete."""
         state, slots = self._state, self._state.pool.slots
         live = slots.active[result.slots] & (slots.admitted_step[result.slots] <= result.step)
         if np.count_nonzero(live) < len(live):
@@ -63,21 +63,21 @@ class Results:
             self._lifecycle.finish(endings)
 
     def _take_scored(self, result: StepResult) -> None:
-        """Log-probabilities of prompts, each once: after an interruption some may be computed again."""
+        """Output log-probabilities of prompts. After a preemption some are computed again, and are not output again."""
         slots = self._state.pool.slots
         for scored in result.scored:
             slot = scored.slot
             if slots.active[slot] and slots.admitted_step[slot] <= result.step:
                 try:
-                    self._tell_scores(slots.samples[slot].request, scored)
+                    self._output_scores(slots.samples[slot].request, scored)
                 except Exception as error:
                     self._blame(slot, error)
 
-    def _tell_scores(self, request: Request, scored: ScoredTokens) -> None:
-        told = request.scored + 1 - scored.start
-        if 0 <= told < len(scored.logprobs):
-            request.scored += len(scored.logprobs) - told
-            self._state.queue.outbox.score(request.sink, request.handle, scored.behind(told))
+    def _output_scores(self, request: Request, scored: ScoredTokens) -> None:
+        sent = request.scored + 1 - scored.start  # number of the first tokens that were output before
+        if 0 <= sent < len(scored.logprobs):
+            request.scored += len(scored.logprobs) - sent
+            self._state.queue.outbox.score(request.sink, request.handle, scored.behind(sent))
 
     def _write(self, rows: np.ndarray, tokens: np.ndarray, now_ns: int) -> None:
         state, slots = self._state, self._state.pool.slots
@@ -85,7 +85,7 @@ class Results:
         slots.known[rows] = position + 1
         slots.last_token[rows] = tokens
         index, offset = np.divmod(position, state.pool.shape.page_size)
-        paged = index < slots.page_count[rows]  # else it is written when its page is taken
+        paged = index < slots.page_count[rows]  # otherwise it is written when its page is taken
         if np.count_nonzero(paged) == len(paged):
             state.pool.pages.tokens[slots.table[rows, index], offset] = tokens
         else:
@@ -97,7 +97,7 @@ class Results:
         slots.last_token_ns[rows] = now_ns
 
     def _match_strings(self, rows: np.ndarray, tokens: np.ndarray, states: np.ndarray) -> np.ndarray:
-        """bool beside ``rows``: a stop string ended in this token."""
+        """Return whether a stop string ended in the token: bool beside ``rows``."""
         matched = np.zeros(len(rows), bool)
         watched = np.flatnonzero(states >= 0)
         if len(watched):
@@ -106,12 +106,12 @@ class Results:
         return matched
 
     def _pass_over(self, slot: int, state_before: int, token: int) -> None:
-        """A stop string ended before min_tokens: it does not count."""
+        """Move the automaton past a stop string that does not count, because it ended before ``min_tokens``."""
         automaton = self._state.pool.slots.samples[slot].request.automaton
         self._state.pool.slots.stop_state[slot] = self._state.queue.matcher.pass_over(automaton, state_before, token)
 
     def _blame(self, slot: int, error: Exception) -> None:
-        """What went wrong with one sequence is its own."""
+        """Record an unexpected error in one sequence, which ends only its request."""
         self._state.queue.broken.setdefault(self._state.pool.slots.samples[slot].request, error)
 
     def _fail(self, result: StepResult) -> None:
@@ -123,13 +123,14 @@ class Results:
 
 
 def _error_of(failure: SlotFailure, sample: Sample) -> TokaError:
-    if failure.forbidden and sample.request.resumed_tokens and not len(sample.generated):  # else they are our own
+    """Return the client's error if a grammar forbids its resumed tokens, and otherwise an internal error."""
+    if failure.forbidden and sample.request.resumed_tokens and not len(sample.generated):
         return InvalidRequest(f"the sample cannot be resumed: {failure.message}", field="resume.generated_tokens")
     return Internal(f"the worker could not compute this sequence: {failure.message}")
 
 
 def select_rows(result: StepResult, rows: np.ndarray) -> StepResult:
-    """``result`` with these of its rows only."""
+    """Return ``result`` with only these rows."""
     chosen = {"slots": result.slots[rows], "tokens": result.tokens[rows]}
     if len(result.logprobs):
         chosen["logprobs"] = result.logprobs[rows]

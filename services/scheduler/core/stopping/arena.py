@@ -1,18 +1,18 @@
-"""Ranges of an index space, taken and given back."""
+"""Allocation of ranges of indices."""
 
 import bisect
 
 
 class Arena:
-    """First fit; neighbours merge when given back. ``size`` is the end of the highest range ever taken."""
+    """First-fit allocator that merges adjacent free ranges. ``size`` is the end of the highest range ever taken."""
 
     def __init__(self) -> None:
         self.size = 0
         self.used = 0
-        self._holes: list[tuple[int, int]] = []  # (start, length), ascending, never touching
+        self._holes: list[tuple[int, int]] = []  # (start, length), ascending, never adjacent
 
     def take(self, length: int) -> int:
-        """Start of a free range of ``length``."""
+        """Allocate a range of ``length`` indices. Return its start."""
         self.used += length
         for index, (start, room) in enumerate(self._holes):
             if room >= length:
@@ -22,7 +22,7 @@ class Arena:
         return start
 
     def give(self, start: int, length: int) -> None:
-        """Give back a range that was taken."""
+        """Release a range that was taken."""
         self.used -= length
         at = bisect.bisect(self._holes, (start, 0))
         if at < len(self._holes) and self._holes[at][0] == start + length:

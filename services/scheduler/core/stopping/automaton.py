@@ -7,10 +7,10 @@ import numpy as np
 
 
 class Automaton:
-    """Immutable, shared by every request with the same strings. Local state 0 is the start.
+    """Automaton of a set of stop strings, immutable and shared by all requests with these strings.
 
-    Bytes that occur in no string are one class, so a row has as many columns as there are distinct bytes, plus one.
-    ``transitions``: int32 ``[states, classes]``; ``classes``: uint16 ``[256]``; ``accepts``: bool ``[states]``.
+    Local state 0 is the start. All bytes that occur in no string are one class. ``transitions`` is int32
+    ``[states, classes]``. ``classes`` is the class of each byte, uint16 ``[256]``. ``accepts`` is bool ``[states]``.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -24,24 +24,25 @@ class Automaton:
 
     @property
     def size(self) -> int:
-        """Number of states."""
+        """The number of states."""
         return len(self.accepts)
 
     @property
     def nbytes(self) -> int:
+        """The size of the transitions."""
         return self.transitions.nbytes
 
     def run(self, state: int, data: bytes) -> int:
-        """The state behind ``data``; matches on the way are passed over."""
+        """Return the state after ``data``, which may contain matches."""
         for byte in data:
             state = int(self.transitions[state, self.classes[byte]])
         return state
 
     def first_match(self, state: int, data: bytes) -> tuple[int, int] | None:
-        """``(index, trailing)`` of the first string that ends inside ``data``.
+        """Return ``(index, trailing)`` of the first string that ends inside ``data``, or None.
 
-        When several end at the same byte, the longest counts. ``trailing``: bytes from its start to the end of
-        ``data``, those of earlier tokens included.
+        If several end at the same byte, the longest is returned. ``trailing`` is the number of bytes from the start of
+        the string, which may be in an earlier token, to the end of ``data``.
         """
         for position, byte in enumerate(data):
             state = int(self.transitions[state, self.classes[byte]])
@@ -66,8 +67,10 @@ class Automaton:
         return children, endings
 
     def _link(self, children: list[dict[int, int]], endings: list[int], width: int) -> None:
-        """Complete the trie into transitions, breadth first: a state without a child for a byte goes where the longest
-        proper suffix that is a state goes."""
+        """Complete the trie to transitions, breadth first.
+
+        A state without a child for a byte has the transition of its longest proper suffix that is a state.
+        """
         self.transitions = np.zeros((len(children), width), np.int32)
         self.accepts = np.zeros(len(children), bool)
         self._longest = endings

@@ -1,9 +1,9 @@
-"""Runs the stop automata of all sequences of a step at once, token by token, without detokenising.
+"""Runs the stop automata of all sequences of a step together, token by token, without detokenising.
 
-A token moves an automaton by all its bytes. The move is made byte by byte, vectorised over the sequences; a state that
-many sequences are in gets a row of its own, ``token -> state``, so that the usual step is a single gather. Rows are
-built only where they have paid for themselves and within a fixed amount of memory, so neither a vocabulary of 128k
-tokens nor a stop string of 4 KB can make the tables large.
+A token moves an automaton by all its bytes. The matcher does this byte by byte, vectorised over the sequences. A state
+that occurs often gets a row, ``token -> state``, so that most steps are a single gather. Rows are built only for
+frequent states and within a fixed amount of memory, so neither a vocabulary of 128k tokens nor a stop string of 4 KB
+can make the tables large.
 """
 
 from collections import OrderedDict
@@ -18,13 +18,13 @@ from services.scheduler.core.stopping.automaton import Automaton
 _ROWS_BYTES = 64 * 1024 * 1024
 _TABLE_CELLS = 64 * 1024 * 1024  # of all automata in use, 4 bytes each
 _UNUSED_CELLS = 4 * 1024 * 1024  # of automata kept for the next request with the same strings
-_MOST_UNUSED = 256  # such automata: each takes some KB beside its cells, and who makes them keeps as many
+_MOST_UNUSED = 256  # unused automata; each takes some KB beside its cells
 
 
 class StopMatcher:
-    """States are numbered globally, so that sequences with different automata are gathered together.
+    """Tables of all automata in use, with global state numbers so that one gather serves all sequences.
 
-    ``states`` in the interface: int32 ``[rows]``, global numbers. Owned by the core.
+    ``states`` in the interface are int32 ``[rows]`` with global numbers. Owned by the core.
     """
 
     def __init__(self, token_bytes: Sequence[bytes], vocab_size: int, *, row_misses: int | None = None) -> None:
@@ -34,29 +34,29 @@ class StopMatcher:
         self._offsets = np.concatenate(([0], np.cumsum(self._lengths)))
         self._blob = np.frombuffer(b"".join(padded) or b"\0", np.uint8)
         self._vocab_size = vocab_size
-        self._bases: dict[Automaton, int] = {}  # of all that are installed
-        self._unused: OrderedDict[Automaton, None] = OrderedDict()  # those without users, longest unused first
+        self._bases: dict[Automaton, int] = {}  # installed automata
+        self._unused: OrderedDict[Automaton, None] = OrderedDict()  # without users, least recently used first
         self._users: dict[Automaton, int] = {}
         self._state_arena, self._cell_arena, self._owner_arena = Arena(), Arena(), Arena()
         self._unused_cells = 0
-        # by state
-        self._starts = np.zeros(0, np.int64)  # of its transitions in `_cells`
-        self._owners = np.zeros(0, np.int32)  # row in `_classes`
+        # Columns by state.
+        self._starts = np.zeros(0, np.int64)  # of its transitions in ``_cells``
+        self._owners = np.zeros(0, np.int32)  # row in ``_classes``
         self._accepts = np.zeros(0, bool)
-        self._row_of = np.zeros(0, np.int32)  # row in `_rows`, -1 = none
+        self._row_of = np.zeros(0, np.int32)  # row in ``_rows``; -1 = none
         self._misses = np.zeros(0, np.int64)
         self._cells = np.zeros(0, np.int32)
         self._classes = np.zeros((0, 256), np.uint16)
         self._most_rows = max(1, _ROWS_BYTES // (4 * max(1, vocab_size)))
         self._rows = np.zeros((0, vocab_size), np.int32)
         self._free_rows: list[int] = []
-        # Building a row costs about as much as moving this many sequences byte by byte.
+        # Building a row takes about the time of moving this number of sequences byte by byte.
         self._row_misses = max(64, vocab_size // 4) if row_misses is None else row_misses
 
     def acquire(self, automaton: Automaton) -> int:
-        """Install ``automaton`` (or find it installed) for one more user; returns its base, the global start state.
+        """Install ``automaton`` for one more user, if it is not installed. Return its global start state.
 
-        Raises ``Overloaded`` when the stop strings in use fill the tables.
+        Raises ``Overloaded`` if the stop strings in use fill the tables.
         """
         if automaton in self._bases:
             if self._users[automaton] == 0:
@@ -68,7 +68,7 @@ class StopMatcher:
             self._drop_unused(0)
             if self._cell_arena.used + automaton.transitions.size > _TABLE_CELLS:
                 raise Overloaded(
-                    "the stop strings of running requests fill the stop tables; use shorter ones or come back later",
+                    "the stop strings of running requests fill the stop tables; use shorter ones or retry later",
                     retry_after_s=5.0,
                 )
         self._users[automaton] = 1
@@ -76,7 +76,7 @@ class StopMatcher:
         return self._bases[automaton]
 
     def release(self, automaton: Automaton) -> None:
-        """One user less."""
+        """Remove one user of ``automaton``."""
         self._users[automaton] -= 1
         if self._users[automaton] == 0:
             self._unused[automaton] = None
@@ -85,17 +85,17 @@ class StopMatcher:
 
     @property
     def in_use(self) -> bool:
-        """Whether any automaton has users."""
+        """True if an automaton has users."""
         return len(self._bases) > len(self._unused)
 
     def base(self, automaton: Automaton) -> int:
-        """Global number of the local state 0."""
+        """Return the global number of local state 0."""
         return self._bases[automaton]
 
     def advance(self, states: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Move ``states`` by ``tokens``. Returns the new states and, bool ``[rows]``, where a stop string ended.
+        """Move ``states`` by ``tokens``. Return the new states, and whether a stop string ended: bool ``[rows]``.
 
-        A row that matched stands where its first match ended, not behind its token.
+        The state of a row with a match is that at the end of the first match, not at the end of the token.
         """
         row_of = self._row_of[states]
         moved = np.empty_like(states)
@@ -110,17 +110,17 @@ class StopMatcher:
         return moved, self._accepts[moved] & (self._lengths[tokens] > 0)
 
     def first_match(self, automaton: Automaton, state: int, token: int) -> tuple[int, int]:
-        """``(index, trailing bytes)`` for a row that matched on ``token``, having been in ``state`` before."""
+        """Return ``(index, trailing bytes)`` for a row in ``state`` that matched on ``token``."""
         match = automaton.first_match(state - self._bases[automaton], self._token_bytes[token])
         assert match is not None
         return match
 
     def pass_over(self, automaton: Automaton, state: int, token: int) -> int:
-        """The state behind ``token`` when matches do not count yet."""
+        """Return the state after ``token``, which may contain matches."""
         return self._bases[automaton] + automaton.run(state - self._bases[automaton], self._token_bytes[token])
 
     def _walk(self, states: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Byte by byte; a row that matches stays at its match."""
+        """Return ``states`` moved by ``tokens`` byte by byte. A row stops at its first match."""
         states = states.copy()
         at, ends = self._offsets[tokens], self._offsets[tokens + 1]
         rows = np.flatnonzero(at < ends)
@@ -134,7 +134,7 @@ class StopMatcher:
         return states
 
     def _consider_row(self, states: np.ndarray) -> None:
-        """Give the most missed state of the step a row when it has been missed often enough and there is room."""
+        """Build a row for the most missed state of the step, if it was missed often enough and a row is free."""
         np.add.at(self._misses, states, 1)
         state = states[np.argmax(self._misses[states])]
         if self._misses[state] < self._row_misses:

@@ -1,44 +1,37 @@
-"""Sets of tokens that end a sample, tested for a whole step at once."""
+"""Sets of stop tokens, tested for all rows of a step together."""
 
 import numpy as np
 import numpy.typing as npt
 
+from services.scheduler.core.numbering import Numbering
+
 
 class StopTokens:
-    """Interned sets as rows of bits; set 0 is empty. Rows are reused when no request names their set any more."""
+    """Numbered sets of tokens as rows of bits. Set 0 is empty. Owned by the core."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._width = vocab_size // 8 + 1
-        self._bits = np.zeros((4, self._width), np.uint8)
-        self._rows: dict[frozenset[int], int] = {frozenset(): 0}
-        self._users = [1, 0, 0, 0]
-        self._free = [3, 2, 1]
+        self._bits = np.zeros((4, vocab_size // 8 + 1), np.uint8)
+        self._sets: Numbering[frozenset[int]] = Numbering()
+        self._sets.acquire(frozenset(), 1)
 
     def acquire(self, tokens: frozenset[int], users: int) -> int:
-        """The number of the set, for ``users`` more."""
-        row = self._rows.get(tokens)
-        if row is None:
-            if not self._free:
-                size = len(self._bits)
+        """Return the number of a set, for ``users`` more users."""
+        known = self._sets.number(tokens) is not None
+        row = self._sets.acquire(tokens, users)
+        if not known:
+            if row == len(self._bits):
                 self._bits = np.concatenate((self._bits, np.zeros_like(self._bits)))
-                self._users += [0] * size
-                self._free = list(range(2 * size - 1, size - 1, -1))
-            row = self._rows[tokens] = self._free.pop()
             ids = np.fromiter(tokens, np.int64, len(tokens))
             np.bitwise_or.at(self._bits[row], ids >> 3, (1 << (ids & 7)).astype(np.uint8))
-        self._users[row] += users
         return row
 
     def release(self, tokens: frozenset[int]) -> None:
-        """One user less."""
-        row = self._rows[tokens]
-        self._users[row] -= 1
-        if self._users[row] == 0:
-            del self._rows[tokens]
+        """Remove one user of a set."""
+        row = self._sets.release(tokens)
+        if row is not None:
             self._bits[row] = 0
-            self._free.append(row)
 
     def contain(self, sets: npt.NDArray[np.int32], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """bool ``[rows]``: whether ``tokens[i]`` is in set ``sets[i]``."""
+        """Return whether ``tokens[i]`` is in set ``sets[i]``: bool ``[rows]``."""
         found: npt.NDArray[np.bool_] = (self._bits[sets, tokens >> 3] >> (tokens & 7).astype(np.uint8)) & 1 != 0
         return found

@@ -7,10 +7,10 @@ from services.scheduler.core.plan import WrongAnswer
 from services.scheduler.core.request import WorkerShape
 
 
-def check_answer(result: StepResult, sampling: np.ndarray, shape: WorkerShape) -> None:
+def check_result(result: StepResult, sampling: np.ndarray, shape: WorkerShape) -> None:
     """Raise ``WrongAnswer`` if arrays do not fit each other or the vocabulary, or if rows are missing.
 
-    ``sampling`` int64 are the slots that the plan samples from.
+    ``sampling`` are the slots for which the plan samples a token, int64.
     """
     rows = len(result.slots)
     whole = len(result.tokens) == rows and len(result.logprobs) in (0, rows)
@@ -18,7 +18,7 @@ def check_answer(result: StepResult, sampling: np.ndarray, shape: WorkerShape) -
     whole = whole and all(_is_whole(scored, shape) for scored in result.scored)
     if not whole or result.tokens.max(initial=0) >= shape.vocab_size:
         raise WrongAnswer(f"step {result.step}: tokens that do not exist, or arrays of unequal length")
-    if not _answers(result, sampling):
+    if not _has_each_slot(result, sampling):
         raise WrongAnswer(
             f"step {result.step}: {len(result.slots)} tokens and {len(result.failures)} failures, not for the"
             f" {len(sampling)} slots that were to sample"
@@ -31,7 +31,7 @@ def _is_whole(scored: ScoredTokens, shape: WorkerShape) -> bool:
     return bool(fits and top.token_ids.max(initial=0) < shape.vocab_size)
 
 
-def _answers(result: StepResult, sampled: np.ndarray) -> bool:
+def _has_each_slot(result: StepResult, sampled: np.ndarray) -> bool:
     """Return whether ``result`` has one token or failure for each of the slots ``sampled``, and no others."""
     if not result.failures and np.array_equal(result.slots, sampled):  # the usual order
         return True
