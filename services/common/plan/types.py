@@ -10,9 +10,9 @@ if TYPE_CHECKING:  # the scheduler's core imports no messages
 
 
 class SamplingSettings(NamedTuple):
-    """What the samples of a request ask of the sampler, resolved by the scheduler.
+    """Sampling settings of a request, resolved by the scheduler.
 
-    One is made for every request, and a tuple takes a third of the time of a dataclass.
+    A tuple, because it is made for every request, and a dataclass takes three times as long.
     """
 
     parameters: "Sampling | None" = None  # without a grammar, and never changed. None: the codec sends an empty message
