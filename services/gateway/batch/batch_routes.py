@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from fastapi import Request, Response
 from pydantic import Field
 
-from services.common.errors import AlreadyExists, InvalidRequest, NotFound
+from services.common.errors import AlreadyExists, InvalidValue, NotFound
 from services.gateway.batch.requests import BATCHABLE
 from services.gateway.http.errors import response
 from services.gateway.http.idempotency import fingerprint
@@ -58,10 +58,9 @@ async def create_batch(request: Request) -> Response:
     ignored = ignored_header(body)
     store = await opened(request)
     if body.endpoint not in BATCHABLE:
-        raise InvalidRequest(
+        raise InvalidValue(
             f"invalid value for 'endpoint': expected one of {', '.join(BATCHABLE)} (got {body.endpoint[:64]!r})",
             field="endpoint",
-            reason="INVALID_VALUE",
         )
     created_at, expires, batch_id = now(), body.output_expires_after, new_id("batch_")
     if caller.idempotency_key:

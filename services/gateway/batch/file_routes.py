@@ -11,7 +11,7 @@ from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from services.common.errors import AlreadyExists, InvalidRequest
+from services.common.errors import AlreadyExists, InvalidRequest, InvalidValue
 from services.gateway.batch.upload import Form, receive_form
 from services.gateway.http.errors import response
 from services.gateway.http.idempotency import fingerprint
@@ -171,19 +171,17 @@ def _described(form: Form, size: int, key_name: str) -> StoredFile:
     if purpose is None:
         raise InvalidRequest("missing required parameter: 'purpose'", field="purpose", reason="MISSING_PARAMETER")
     if purpose not in PURPOSES:
-        raise InvalidRequest(
+        raise InvalidValue(
             f"invalid value for 'purpose': expected one of {', '.join(PURPOSES)} (got {purpose[:64]!r})",
             field="purpose",
-            reason="INVALID_VALUE",
         )
     expires_after, seconds = None, fields.get("expires_after[seconds]")
     if seconds is not None:
         expires_after = whole_number("expires_after[seconds]", seconds, *EXPIRES_S)
     if (anchor := fields.get("expires_after[anchor]", "created_at")) != "created_at":
-        raise InvalidRequest(
+        raise InvalidValue(
             f"invalid value for 'expires_after[anchor]': expected created_at (got {anchor[:64]!r})",
             field="expires_after[anchor]",
-            reason="INVALID_VALUE",
         )
     if seconds is None and "expires_after[anchor]" in fields:
         raise InvalidRequest(

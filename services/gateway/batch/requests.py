@@ -14,7 +14,7 @@ import structlog
 from fastapi import Response
 
 from services.common.batch_line import is_large, parse_line
-from services.common.errors import Internal, InvalidRequest, Overloaded, TokaError, Unavailable
+from services.common.errors import Internal, InvalidRequest, InvalidValue, Overloaded, TokaError, Unavailable
 from services.gateway.batch.lines import parse
 from services.gateway.batch.slots import Slot
 from services.gateway.http.errors import to_response
@@ -66,7 +66,7 @@ class Requests:
         if line.refusal is not None:
             response = to_response(line.refusal)
         elif (name := next((name for name in ("stream", "background") if body.get(name)), None)) is not None:
-            error = InvalidRequest(f"{name}: not in a batch; leave it out", field=name, reason="INVALID_VALUE")
+            error = InvalidValue(f"{name}: not in a batch; leave it out", field=name)
             response = to_response(error)
         else:
             priority = body.get("priority")

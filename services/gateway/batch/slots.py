@@ -61,7 +61,7 @@ class Slots:
         self._running[key] += 1
 
     def _leave(self, key: str, granted: asyncio.Future[None] | None = None) -> None:
-        """Remove ``granted`` from the waiting lines, and put the key behind the other keys."""
+        """Remove ``granted`` from the waiting lines, and move the key after the other keys."""
         waiting = self._waiting.pop(key)
         if granted is not None:
             waiting.remove(granted)

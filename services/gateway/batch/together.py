@@ -7,16 +7,16 @@ from typing import Any
 import structlog
 from fastapi import Request, Response
 
-from services.common.errors import Internal, InvalidRequest, TokaError
+from services.common.errors import Internal, InvalidRequest, InvalidValue, TokaError
 from services.common.json_scan import Raw
 from services.common.process.time_slice import TimeSlice
 from services.gateway.batch.requests import Requests
 from services.gateway.http.errors import to_response
 from services.gateway.http.request import Caller, Posted, read_body, read_caller, while_connected
 from services.gateway.openai.gateway import Gateway
-from services.gateway.openai.jobs import seed_of
 from services.gateway.openai.json_value import may_be_too_deep, write_again
 from services.gateway.openai.parse import IGNORED_HEADER, listed_as_ignored, off_loop, read_json
+from services.gateway.openai.prompt_requests import seed_of
 from services.gateway.openai.router import Router, takes
 
 log = structlog.get_logger(__name__)
@@ -84,7 +84,7 @@ def _read_list(raw: Raw, most: int) -> list[Any]:
     if not isinstance(bodies, list):
         raise InvalidRequest("the body must be a JSON array of bodies of chat completions", reason="INVALID_JSON")
     if not 1 <= len(bodies) <= most:
-        raise InvalidRequest(f"the list has {len(bodies)} bodies: expected 1 to {most}", reason="INVALID_VALUE")
+        raise InvalidValue(f"the list has {len(bodies)} bodies: expected 1 to {most}")
     return bodies
 
 

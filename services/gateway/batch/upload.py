@@ -8,7 +8,7 @@ from fastapi import Request
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from services.common.errors import InvalidRequest, PayloadTooLarge
+from services.common.errors import InvalidRequest, InvalidValue, PayloadTooLarge
 from services.gateway.store.blobs import BlobWriter
 
 if TYPE_CHECKING:
@@ -120,10 +120,8 @@ class _Reader:
         self._name = None
         filename = options.get(b"filename", b"").decode(errors="replace").replace("%22", '"')  # as HTML 5 quotes
         if "\0" in filename:  # PostgreSQL rejects NUL characters
-            raise InvalidRequest(
-                "invalid value for 'file': its filename has a NUL character; leave that out",
-                field="file",
-                reason="INVALID_VALUE",
+            raise InvalidValue(
+                "invalid value for 'file': its filename has a NUL character; leave that out", field="file"
             )
         self.form.filename = filename[:1024] or "upload"
 
