@@ -1,4 +1,4 @@
-"""Figures as a line of text: one character each, the higher the fuller."""
+"""A bar chart in one line of text."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], top: float | None = None) -> str:
-    """One character for each value between 0 and ``top``, by default the largest of them; a blank for 0."""
+    """Return a bar for each of ``values`` from 0 to ``top``, by default the largest value. A 0 is a blank."""
     highest = max(values, default=0.0) if top is None else top
     if highest <= 0:
         return " " * len(values)

@@ -1,7 +1,7 @@
 """The engine for scripts: ``from services.client import LLM, SamplingParams``.
 
-A caller gets a gateway without HTTP: the same sessions, checks and text, in a thread of its own process. The engine
-itself runs in child processes, or is a deployment that is there already. No torch here.
+It is a gateway without HTTP: the same sessions, checks and text, in a thread of the caller's process. The engine itself
+runs in child processes, or it is a running deployment. Nothing here imports torch.
 """
 
 from services.client.llm import LLM

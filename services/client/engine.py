@@ -1,4 +1,4 @@
-"""The engine as child processes: what ``toka gateways=0`` starts, and ends with us."""
+"""Starts the engine as child processes with ``toka gateways=0``. They end with this process."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,10 @@ _LAST_LINES = 20
 
 
 class Engine:
-    """Made by ``start``. Lives on one event loop, whose thread lives as long: Linux ends the children with it."""
+    """A running engine, made by ``start`` and used on one event loop.
+
+    The thread of the event loop must run as long as the engine, because Linux ends the children with the thread.
+    """
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.addresses: list[str] = []
@@ -31,8 +34,10 @@ class Engine:
 
     @classmethod
     async def start(cls, flags: Mapping[str, Any]) -> "Engine":
-        """With ``flags`` of ``toka``; returns once it serves. Raises ``InvalidRequest`` for a wrong flag, and
-        ``Unavailable`` with the engine's last words."""
+        """Start an engine with ``flags`` of ``toka``, and return it when it serves.
+
+        Raises ``InvalidRequest`` for a wrong flag, and ``Unavailable`` with the last log lines if the engine fails.
+        """
         arguments = _arguments({"log_level": "ERROR", "grpc_port": 0, "gateways": 0, **flags})
         inherited = module_environment(os.environ)
         environment = {name: value for name, value in inherited.items() if not name.startswith(ENV_PREFIX)}
@@ -51,18 +56,18 @@ class Engine:
 
     @property
     def trouble(self) -> str:
-        """Why it will never serve again; empty while it runs."""
+        """Reason why the engine has ended, with its last log lines, or empty while it runs."""
         if self._process.returncode is None:
             return ""
         last = "".join(f"\n  {line}" for line in self._last_lines)
         return f"the engine ended with exit status {self._process.returncode}{last}"
 
     async def ended(self) -> None:
-        """Until there is ``trouble``."""
+        """Wait until the engine has ended."""
         await self._process.wait()
 
     async def stop(self) -> None:
-        """End it and its children."""
+        """End the engine and its children."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         try:
@@ -74,7 +79,7 @@ class Engine:
 
     async def _wait_until_it_serves(self) -> None:
         stdout, errors = self._process.stdout, self._process.stderr
-        assert stdout is not None  # pipes, by ``start``
+        assert stdout is not None  # ``start`` made pipes
         assert errors is not None
         stderr = asyncio.create_task(self._forward(errors))
         self._reading.append(stderr)
@@ -89,23 +94,23 @@ class Engine:
         raise Unavailable(self.trouble)
 
     async def _forward(self, stderr: asyncio.StreamReader) -> None:
-        """Pass the engine's log on, and keep its end for the reason."""
+        """Copy the engine's log to stderr, and keep its last lines for ``trouble``."""
         async for line in stderr:
             text = line.decode(errors="replace")
             self._last_lines.append(text.rstrip())
-            with contextlib.suppress(ValueError, OSError):  # the caller closed it
+            with contextlib.suppress(ValueError, OSError):  # the caller has closed stderr
                 sys.stderr.write(text)
 
 
 def _arguments(flags: Mapping[str, Any]) -> list[str]:
-    """``flags`` as a command line. Raises ``InvalidRequest`` for those that ``toka`` would refuse."""
+    """Return ``flags`` as a command line. Raises ``InvalidRequest`` for flags that ``toka`` rejects."""
     arguments = [f"{name}={_as_text(value)}" for name, value in flags.items() if value is not None]
     try:
         load(DeploymentConfig, arguments, {})
     except FlagError as error:
         raise InvalidRequest(str(error)) from None
     if flags["gateways"]:
-        raise InvalidRequest(f"flag gateways={flags['gateways']}: an LLM needs none; start toka for a server of HTTP")
+        raise InvalidRequest(f"flag gateways={flags['gateways']}: an LLM has no gateway; start toka for an HTTP server")
     return arguments
 
 

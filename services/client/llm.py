@@ -1,9 +1,9 @@
-"""``LLM``: the engine as an object."""
+"""The class ``LLM``, which is an engine as an object."""
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from numbers import Integral
 from types import TracebackType
 from typing import Any, Self, cast
@@ -14,7 +14,7 @@ from services.client.engine import Engine
 from services.client.loop import LoopThread
 from services.client.outputs import RequestOutput, StreamOutput
 from services.client.params import SamplingParams
-from services.client.progress import NoProgress, Progress
+from services.client.progress import Progress
 from services.client.request import Conversation, Prompt, Request
 from services.client.runner import PARSERS, Runner
 from services.common.config import GatewayConfig, GrpcFlags
@@ -29,9 +29,9 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
-    """An engine of its own, or one that runs. Any thread may use it, with or without an event loop of its own.
+    """An engine, which it starts or connects to. Any thread may use it, even if the thread runs an event loop.
 
-    ``close`` ends it, as do leaving a ``with`` block and the end of the process.
+    ``close``, the end of a ``with`` block or the end of the process ends it.
     """
 
     def __init__(
@@ -43,17 +43,19 @@ class LLM:
         patience_s: float = 600.0,
         **flags: Any,
     ) -> None:
-        """Start ``model`` with ``flags`` of ``toka``, such as ``dp_size=2`` (``TOKA_...`` of the environment do not
-        count); or, with ``address``, connect to schedulers that run: ``host:port``, several separated by commas.
-        ``model`` then says whose tokenizer they have, and ``flags`` are those of certificates and token, if any:
-        ``grpc_ca``, ``grpc_cert``, ``grpc_key``, ``grpc_server_name``, ``grpc_token_file``. ``patience_s``: how long a
-        prompt waits for a scheduler.
+        """Start an engine, or connect to a running one.
 
-        Raises ``InvalidRequest`` for a wrong flag, and ``Unavailable`` when the engine does not start.
+        Without ``address``, start ``model`` with ``flags`` of ``toka``, such as ``dp_size=2``. The environment
+        variables ``TOKA_...`` have no effect. With ``address``, connect to running schedulers: ``host:port``, or
+        several separated by commas. Then ``model`` names their tokenizer, and the only ``flags`` are ``grpc_ca``,
+        ``grpc_cert``, ``grpc_key``, ``grpc_server_name`` and ``grpc_token_file``. ``patience_s``: seconds that a prompt
+        waits for a scheduler.
+
+        Raises ``InvalidRequest`` for a wrong flag, and ``Unavailable`` if the engine does not start.
         """
         addresses = None if address is None else _checked(address, flags)
-        parsers = {name: flags.get(name) or usual for name, usual in PARSERS.items()}
-        _keep_logs_quiet()
+        parsers = {name: flags.get(name) or default for name, default in PARSERS.items()}
+        _log_warnings_only()
         self._loop = LoopThread()
         engine = runner = None
         try:
@@ -76,28 +78,27 @@ class LLM:
 
     @property
     def model(self) -> str:
-        """The model's id."""
+        """Id of the model."""
         return self._facts.id
 
     @property
     def max_context_tokens(self) -> int:
-        """Of a prompt and its answer together."""
+        """Maximum number of tokens of a prompt and its answer together."""
         return self._facts.max_context_tokens
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, progress: bool = False
     ) -> list[RequestOutput]:
-        """Continue each of ``prompts``, texts or token ids, all at once; outputs are in their order.
+        """Continue each of ``prompts``, which are texts or token ids. Return their outputs in order.
 
-        ``params``: of all, or of each. A prompt that cannot be answered has its error in its output, and the others
-        have their answers. Wrong parameters raise ``InvalidRequest``. ``progress``: a bar, on stderr.
+        ``params``: for all prompts, or one for each. If a prompt fails, its output has the error, and the other prompts
+        are answered. ``progress``: show a progress bar on stderr. Raises ``InvalidRequest`` for wrong parameters.
         """
-        asked: list[Prompt] = [prompts] if isinstance(prompts, str) else cast("list[Prompt]", list(prompts))
-        if asked and isinstance(asked[0], Integral):
-            asked = [cast("list[int]", asked)]
-        each = self._each(params, len(asked))
-        requests = [Request(prompt, one) for prompt, one in zip(asked, each, strict=True)]
-        return self._answer(requests, progress)
+        given: list[Prompt] = [prompts] if isinstance(prompts, str) else cast("list[Prompt]", list(prompts))
+        if given and isinstance(given[0], Integral):
+            given = [cast("list[int]", given)]
+        each = self._params_of_each(params, len(given))
+        return self._answer([Request(prompt, one) for prompt, one in zip(given, each, strict=True)], progress)
 
     def chat(
         self,
@@ -110,41 +111,46 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answer each of ``conversations``, lists of messages as over HTTP, as ``generate`` does. The text of an answer
-        is all that the model wrote, thoughts and calls included."""
-        asked = cast("list[Conversation]", list(conversations))
-        if asked and isinstance(asked[0], Mapping):
-            asked = [cast("Conversation", asked)]
+        """Answer each of ``conversations``, which are lists of messages in the form of the HTTP API.
+
+        The text of an answer includes the model's reasoning and tool calls. Other parameters are fields of the HTTP
+        API, or those of ``generate``.
+        """
+        given = cast("list[Conversation]", list(conversations))
+        if given and isinstance(given[0], Mapping):
+            given = [cast("Conversation", given)]
         template = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "chat_template_kwargs": chat_template_kwargs,
             "tools": tools,
         }
-        each = self._each(params, len(asked))
-        return self._answer([Request(None, one, c, template) for c, one in zip(asked, each, strict=True)], progress)
+        each = self._params_of_each(params, len(given))
+        return self._answer([Request(None, one, c, template) for c, one in zip(given, each, strict=True)], progress)
 
     def stream(self, prompt: Prompt | Conversation, params: SamplingParams | None = None) -> Iterator[StreamOutput]:
-        """What is new in the samples of one prompt or conversation, as it comes. Raises ``TokaError``. Whoever stops
-        early cancels the rest."""
+        """Yield the new parts of the samples of one prompt or conversation when they arrive. Raises ``TokaError``.
+
+        Closing the iterator early cancels the request.
+        """
         params = params or SamplingParams()
         if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping):
             request = Request(None, params, cast("Conversation", prompt))
         else:
             request = Request(cast("Prompt", prompt), params)
-        news = self._runner.stream(request)
+        outputs = self._runner.stream(request)
 
         async def following() -> list[StreamOutput] | None:
-            return await anext(news, None)
+            return await anext(outputs, None)
 
         try:
             while (some := self._loop.run(following())) is not None:
                 yield from some
         finally:
-            self._loop.begin(news.aclose())
+            self._loop.begin(outputs.aclose())
 
     def close(self) -> None:
-        """End everything that was started. Idempotent."""
+        """End the engine if this LLM started it, and all requests. Later calls do nothing."""
         self._shut_down()
 
     def __enter__(self) -> Self:
@@ -156,7 +162,7 @@ class LLM:
         self.close()
 
     @staticmethod
-    def _each(params: Params, count: int) -> Sequence[SamplingParams]:
+    def _params_of_each(params: Params, count: int) -> Sequence[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
         if len(params) != count:
@@ -166,15 +172,15 @@ class LLM:
         return params
 
     def _answer(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
-        bar: AbstractContextManager[Callable[[RequestOutput], None]] = (
-            Progress(len(requests)) if progress else NoProgress()
-        )
-        with bar as on_done:
+        with Progress(len(requests)) if progress else nullcontext(lambda output: None) as on_done:
             return self._loop.run(self._runner.generate(requests, on_done))
 
 
-def _keep_logs_quiet() -> None:
-    """Warnings through ``logging``, for a caller that has not set up structlog: by default it prints everything."""
+def _log_warnings_only() -> None:
+    """Send structlog's messages to ``logging``, which shows warnings, unless the caller has configured structlog.
+
+    By default structlog prints every message.
+    """
     if not structlog.is_configured():
         structlog.configure(
             processors=[
@@ -189,12 +195,12 @@ def _keep_logs_quiet() -> None:
 
 
 def _checked(address: str, flags: Mapping[str, Any]) -> list[str]:
+    """Return the addresses in ``address``. Raises ``InvalidRequest``, also for flags of an engine."""
     for name, value in flags.items():
-        if name in _LINK_FLAGS:
-            continue
-        raise InvalidRequest(
-            f"flag {name}={value}: the engine at address={address} has its own; leave one of them out", field=name
-        )
+        if name not in _LINK_FLAGS:
+            raise InvalidRequest(
+                f"flag {name}={value}: the engine at address={address} has its own; leave one of them out", field=name
+            )
     if "://" in address:
         raise InvalidRequest(
             f"address={address}: expected the gRPC address of a scheduler, such as 127.0.0.1:10310; a gateway's URL is"
@@ -205,7 +211,7 @@ def _checked(address: str, flags: Mapping[str, Any]) -> list[str]:
 
 
 def _dialer(flags: Mapping[str, Any]) -> Dialer:
-    """The link to schedulers, as a gateway has it. Raises ``InvalidRequest``."""
+    """Return the dialer for schedulers, with the flags of a gateway. Raises ``InvalidRequest``."""
     given = {name: str(value) for name, value in flags.items() if name in _LINK_FLAGS and value is not None}
     try:
         config = build(GatewayConfig, given)
@@ -215,10 +221,10 @@ def _dialer(flags: Mapping[str, Any]) -> Dialer:
 
 
 def _shut_down(loop: LoopThread, runner: Runner | None, engine: Engine | None) -> None:
-    if loop.here:  # as the LLM was garbage: nobody waits
+    if loop.here:  # a garbage collection in the loop's thread, which must not wait for itself
         threading.Thread(target=_shut_down, args=(loop, runner, engine), name="tokasaurus-close").start()
         return
-    if not loop.running:  # a fork's copy
+    if not loop.running:  # a copy in a forked process
         return
     try:
         if runner is not None:

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for callers that have none, or one that runs."""
+"""An event loop in its own thread, for callers with and without an event loop."""
 
 import asyncio
 import concurrent.futures
@@ -13,22 +13,22 @@ _CLOSED = "this LLM is closed, or was made in another process; make one here"
 
 
 class LoopThread:
-    """Everything of a client that waits runs here. The thread does not keep its process alive."""
+    """The thread of a client's event loop. It does not keep its process running."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._pid = os.getpid()
-        # Of ``_closed``, and what is submitted: nothing is behind the end. Reentrant, since a garbage collection may
-        # submit while its thread does.
+        # Held while work is submitted and while ``_closed`` is set, so that no work is submitted after the end. It is
+        # reentrant, because a garbage collection may submit work in a thread that submits work.
         self._lock = threading.RLock()
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="tokasaurus", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, R]) -> R:
-        """The result of ``work``, for a caller in any other thread. It is cancelled when the caller is interrupted.
+        """Run ``work`` and return its result, for a caller in another thread. An interrupt of the caller cancels it.
 
-        Raises ``RuntimeError`` once ``stop`` was called, also for what runs then.
+        Raises ``RuntimeError`` if ``stop`` was called before ``work`` has ended.
         """
         future = self._submit(work)
         if future is None:
@@ -44,11 +44,11 @@ class LoopThread:
             raise
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Have ``work`` done, for a caller in any thread, this one included."""
+        """Start ``work`` without waiting for it, for a caller in any thread, this one included."""
         self._submit(work)
 
     def _submit(self, work: Coroutine[Any, Any, R]) -> "concurrent.futures.Future[R] | None":
-        if self.running:  # a fork has a copy of the lock, which nobody may ever let go
+        if self.running:  # a forked process has a copy of the lock, which may stay locked
             with self._lock:
                 if not self._closed:
                     return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -57,16 +57,16 @@ class LoopThread:
 
     @property
     def running(self) -> bool:
-        """In this process: a fork has no thread."""
+        """True if the thread runs in this process. A forked process has a copy without the thread."""
         return os.getpid() == self._pid and self._thread.is_alive()
 
     @property
     def here(self) -> bool:
-        """Whether the caller is the thread itself, as a garbage collection may be."""
+        """True if the caller runs in this thread, as a garbage collection may."""
         return threading.current_thread() is self._thread
 
     def stop(self) -> None:
-        """End the thread, and what still runs in it."""
+        """Cancel the work that still runs, and end the thread."""
         if not self.running:
             return
         with self._lock:

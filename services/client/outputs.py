@@ -1,4 +1,4 @@
-"""What comes back."""
+"""The outputs of an LLM."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,44 +9,45 @@ from services.gateway.engine.codec import FinishReason, TokenLogprob
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one prompt and its samples."""
+    """The token counts of one prompt and its samples."""
 
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, not computed again
+    cached_tokens: int = 0  # prompt tokens that were in the prefix cache
     completion_tokens: int = 0  # of all samples
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One sample. ``token_ids`` has a stop token that ``text`` has not."""
+    """A finished sample."""
 
     index: int
     text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprob] | None  # beside token_ids; None: not asked for
+    token_ids: list[int]  # a stop token included, which is not in the text
+    logprobs: list[TokenLogprob] | None  # of token_ids. None if the parameters ask for none
     finish_reason: FinishReason
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Of all its tokens together."""
+        """Sum of the log-probabilities of all tokens, or None if the parameters ask for none."""
         return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One prompt and its samples, or ``error``: why there are none."""
+    """The samples of one prompt, or the error because of which it has none."""
 
-    prompt: str | None  # None: token ids were given
+    prompt: str | None  # None if the prompt was given as token ids or messages
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
-    # By token id, from prompt_logprobs_start; the entry of the prompt's first token is None. None: not asked for.
+    # For each prompt token from prompt_logprobs_start, log-probabilities by token id. The first token of the prompt has
+    # None. None if the parameters ask for none.
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     error: TokaError | None = None
 
     @property
     def text(self) -> str:
-        """Of the first sample. Raises ``error``."""
+        """Text of the first sample. Raises ``error`` if there is one."""
         if self.error is not None:
             raise self.error
         return self.outputs[0].text
@@ -54,10 +55,10 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamOutput:
-    """What is new in one sample. ``finish_reason`` is set in its last one."""
+    """The next part of a sample."""
 
     index: int
     text: str
     token_ids: list[int]
-    logprobs: list[TokenLogprob] | None  # beside token_ids; None: not asked for
-    finish_reason: FinishReason | None
+    logprobs: list[TokenLogprob] | None  # of token_ids. None if the parameters ask for none
+    finish_reason: FinishReason | None  # None before the last part

@@ -1,4 +1,4 @@
-"""How to sample, checked when it is made."""
+"""Sampling parameters, which are validated when they are created."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -14,13 +14,15 @@ from services.gateway.openai.schemas import CompletionBody
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """The parameters of ``/v1/completions`` by their names there (docs/api.md). ``None``: the model's default.
+    """The parameters of ``/v1/completions``, with the same names (docs/api.md). None: the model's default.
 
-    Raises ``InvalidRequest``, which names the parameter. What depends on the model is checked when it is used.
+    Raises ``InvalidRequest``, which names the parameter. Rules that depend on the model are checked for each request.
     """
 
     n: int = 1
-    max_tokens: int | None = None  # None: 16 of a completion, of a chat the model's default or the rest of the context
+    max_tokens: int | None = (
+        None  # None: 16 for a completion. For a chat the model's default, or the rest of the context
+    )
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -32,29 +34,29 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    logprobs: int | None = None  # of the tokens, and so many of the most likely ones
-    logprobs_mode: str | None = None  # raw or processed; None: the server's
+    logprobs: int | None = None  # number of alternatives for each token
+    logprobs_mode: str | None = None  # raw or processed. None: the server's default
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int | None = None  # position of the first prompt token to score
     logit_bias: Mapping[int, float] | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    thinking_token_budget: int | None = None  # most tokens of the reasoning section
+    thinking_token_budget: int | None = None  # maximum number of tokens in the reasoning section
     truncate_prompt_tokens: int | None = None
-    truncation_side: str | None = None  # left (the default) or right: the side that a longer prompt loses
-    add_special_tokens: bool = True  # to prompts of text
+    truncation_side: str | None = None  # side on which a longer prompt is truncated: left (the default) or right
+    add_special_tokens: bool = True  # to prompts that are texts
     response_format: Mapping[str, Any] | None = None
     structured_outputs: Mapping[str, Any] | None = None
     priority: int = 0
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
-        self.body  # noqa: B018 (it is what checks)
+        self.body  # noqa: B018 (it validates)
 
     @cached_property
     def body(self) -> CompletionBody:
-        """As HTTP would have them."""
+        """The parameters as the body of a completion."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         if isinstance(self.logit_bias, Mapping):
             given["logit_bias"] = {str(k): v for k, v in self.logit_bias.items()}
@@ -67,5 +69,5 @@ class SamplingParams:
 
 
 def _listed(value: Any) -> Any:
-    """A tuple, an array or the like as a list; all else is for the check to judge."""
+    """Return a tuple, an array or another iterable as a list, and other values as they are."""
     return list(value) if isinstance(value, Iterable) and not isinstance(value, (str, Mapping)) else value

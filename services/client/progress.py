@@ -1,4 +1,4 @@
-"""How far ``generate`` is, on stderr."""
+"""The progress bar of ``generate``, on stderr."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -7,22 +7,11 @@ from services.client.outputs import RequestOutput
 from services.common.errors import InvalidRequest
 
 
-class NoProgress:
-    """Nobody wants to know."""
-
-    def __enter__(self) -> Callable[[RequestOutput], None]:
-        return lambda output: None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
-
-
 class Progress:
-    """A bar: prompts, tokens each second, failures. Needs rich."""
+    """A progress bar with the numbers of prompts, tokens and failures."""
 
     def __init__(self, prompts: int) -> None:
+        """Create the bar. Raises ``InvalidRequest`` if rich is not installed."""
         try:
             from rich import progress
             from rich.console import Console

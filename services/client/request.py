@@ -1,4 +1,4 @@
-"""Requests of the Python client, and their way through the gateway's compiler."""
+"""Requests of the Python client, which the gateway's compiler compiles."""
 
 import asyncio
 import secrets
@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 
 from services.client.params import SamplingParams
-from services.common.errors import InvalidRequest, TokaError
+from services.common.errors import InvalidRequest, InvalidValue, TokaError
 from services.common.text.vocabulary import TokenIds, Vocabulary
 from services.gateway.engine.request import PromptRequest
 from services.gateway.engine.text import TextEngine
@@ -19,9 +19,9 @@ from services.gateway.http.errors import to_body
 from services.gateway.http.request import Caller
 from services.gateway.openai.compiler import Compiler, Draft
 from services.gateway.openai.grammar.answer import GRAMMAR_FIELD, Thoughts, explain
-from services.gateway.openai.jobs import seed_of
 from services.gateway.openai.lengths import cut, default_max_tokens
 from services.gateway.openai.parse import parse
+from services.gateway.openai.prompt_requests import seed_of
 from services.gateway.openai.schemas import ChatBody
 
 COMPLETION_TOKENS = 16  # default of max_tokens for a completion, as over HTTP
@@ -55,26 +55,26 @@ class Request:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request with its job."""
+    """A request with its compiled prompt."""
 
     request: Request
-    job: PromptRequest
+    prompt: PromptRequest
 
     @property
     def samples(self) -> int:
         """Share of the outstanding samples: one for each sample, more if each has a large grammar."""
-        settings = self.job.settings
+        settings = self.prompt.settings
         return settings.n if settings.grammar is None else settings.n * -(-settings.grammar.size // _GRAMMAR_SHARE)
 
     @property
     def prompt_ids(self) -> list[int]:
         """Token ids of the prompt."""
-        ids: list[int] = self.job.prompt_ids.tolist()
+        ids: list[int] = self.prompt.prompt_ids.tolist()
         return ids
 
-    def in_own_words(self, error: TokaError) -> TokaError:
+    def explain(self, error: TokaError) -> TokaError:
         """Return a scheduler's ``error`` with the parameter names of the client."""
-        grammar = self.job.settings.grammar
+        grammar = self.prompt.settings.grammar
         if not isinstance(error, InvalidRequest):
             return error
         if grammar is not None and error.field == GRAMMAR_FIELD:
@@ -84,7 +84,7 @@ class Prepared:
 
     def vocabulary(self, text: TextEngine) -> Vocabulary:
         """Return the vocabulary of the samples, with special tokens if they are part of the text."""
-        return text.vocabulary.with_specials if self.job.settings.special_tokens else text.vocabulary
+        return text.vocabulary.with_specials if self.prompt.settings.special_tokens else text.vocabulary
 
 
 async def check(compiler: Compiler, requests: Sequence[Request]) -> Drafts:
@@ -106,7 +106,7 @@ async def check(compiler: Compiler, requests: Sequence[Request]) -> Drafts:
 async def prepare(
     compiler: Compiler, requests: Sequence[Request], drafts: Drafts, repeats: Counter[tuple[int, bytes]]
 ) -> list[Prepared | TokaError]:
-    """Return each request with its job, or the error of its prompt. ``drafts``: the result of ``check``.
+    """Return each request with its compiled prompt, or the error of its prompt. ``drafts``: the result of ``check``.
 
     ``repeats`` counts prompts with the same seed. Each of them has a seed of its own.
     """
@@ -117,7 +117,7 @@ async def prepare(
         try:
             if isinstance(one, BaseException):
                 raise one
-            prepared.append(Prepared(request, _job(compiler, request, one, repeats)))
+            prepared.append(Prepared(request, _prompt_request(compiler, request, one, repeats)))
         except TokaError as error:
             prepared.append(error)
     return prepared
@@ -145,7 +145,7 @@ async def _encode_chat(compiler: Compiler, request: Request, draft: Draft) -> _E
     try:
         document = orjson.dumps({"messages": list(request.conversation or ()), **request.template})
     except TypeError as error:
-        raise InvalidRequest(f"messages: {error}", field="messages", reason="INVALID_VALUE") from None
+        raise InvalidValue(f"messages: {error}", field="messages") from None
     rendered = await compiler.render(draft, parse(document, ChatBody))
     for name in rendered.unknown:
         raise InvalidRequest(f"{name}: this model's chat template does not know it; leave it out", field=name)
@@ -158,17 +158,19 @@ def _token_ids(prompt: Any) -> np.ndarray:
     except (ValueError, TypeError):  # such as lists of several depths
         ids = np.empty((0, 0))
     if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= 2**32)):
-        raise InvalidRequest("prompt: expected a text, or a list of token ids", field="prompt", reason="INVALID_VALUE")
+        raise InvalidValue("prompt: expected a text, or a list of token ids", field="prompt")
     return ids.astype(np.uint32)
 
 
-def _job(compiler: Compiler, request: Request, encoded: _Encoded, repeats: Counter[tuple[int, bytes]]) -> PromptRequest:
+def _prompt_request(
+    compiler: Compiler, request: Request, encoded: _Encoded, repeats: Counter[tuple[int, bytes]]
+) -> PromptRequest:
     seed, draft = request.params.seed, encoded.draft
     ids = cut(np.asarray(encoded.ids, np.uint32), draft.kept, draft.body.truncation_side)
     if seed is not None:
         key = seed, ids.tobytes()
         seed, repeats[key] = seed_of(seed, repeats[key]), repeats[key] + 1
-    [job] = compiler.jobs(
+    [compiled] = compiler.prompt_requests(
         draft,
         [ids],
         f"llm-{secrets.token_hex(16)}",
@@ -176,4 +178,4 @@ def _job(compiler: Compiler, request: Request, encoded: _Encoded, repeats: Count
         seed=seed,
         thoughts=encoded.thoughts,
     )
-    return job
+    return compiled

@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from services.client.engine import Engine
 from services.client.outputs import CompletionOutput, RequestOutput, StreamOutput, Usage
@@ -26,6 +26,8 @@ from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.openai.prompt_scores import prompt_logprobs
 from services.gateway.openai.transcript import Transcript, whole_text
 
+R = TypeVar("R")
+
 # Maximum number of samples at the schedulers: far more than run at once, far fewer than fill their queues.
 OUTSTANDING = 16_384
 # Timeout for the first scheduler to be ready.
@@ -33,13 +35,13 @@ CONNECT_S = 30.0
 # Number of prompts that are encoded together.
 AT_ONCE = 1024
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 5.0
-PARSERS = {"tool_call_parser": "auto", "reasoning_parser": "auto"}  # flags that say which formats answers have
+PARSERS = {"tool_call_parser": "auto", "reasoning_parser": "auto"}  # flags for the formats of answers
 
 
 class Runner:
     """Runs requests. Its methods run on one event loop.
 
-    ``patience_s``: how long a prompt waits for a scheduler that is not reachable.
+    ``patience_s``: seconds that a prompt waits for a scheduler that is not reachable.
     """
 
     def __init__(
@@ -107,16 +109,16 @@ class Runner:
         outputs: list[RequestOutput] = [RequestOutput(request.shown, []) for request in requests]
         repeats: Counter[tuple[int, bytes]] = Counter()
 
-        async def answer(place: int, prepared: Prepared) -> None:
+        async def answer(index: int, prepared: Prepared) -> None:
             try:
-                outputs[place] = await self._persistently(prepared)
+                outputs[index] = await self._retried(self._answered, prepared)
             except TokaError as error:
-                told = prepared.in_own_words(error)
-                outputs[place] = replace(outputs[place], prompt_token_ids=prepared.prompt_ids, error=told)
+                explained = prepared.explain(error)
+                outputs[index] = replace(outputs[index], prompt_token_ids=prepared.prompt_ids, error=explained)
             finally:
                 self._samples -= prepared.samples
                 self._fewer.set()
-            on_done(outputs[place])
+            on_done(outputs[index])
 
         async with asyncio.TaskGroup() as group:
             for first in range(0, len(requests), AT_ONCE):
@@ -124,13 +126,13 @@ class Runner:
                 ready: list[Prepared | TokaError] = [_closed()] * len(some)
                 if not self._closing.is_set():
                     ready = await prepare(compiler, some, drafts, repeats)
-                for place, prepared in enumerate(ready, first):
+                for index, prepared in enumerate(ready, first):
                     if isinstance(prepared, TokaError):
-                        outputs[place] = replace(outputs[place], error=prepared)
-                        on_done(outputs[place])
+                        outputs[index] = replace(outputs[index], error=prepared)
+                        on_done(outputs[index])
                     else:
                         await self._room(prepared.samples)
-                        group.create_task(answer(place, prepared))
+                        group.create_task(answer(index, prepared))
         return outputs
 
     async def stream(self, request: Request) -> AsyncGenerator[list[StreamOutput], None]:
@@ -141,38 +143,30 @@ class Runner:
         if isinstance(prepared, TokaError):
             raise prepared
         try:
-            generation = await self._accepted(prepared)
+            active = await self._retried(self._accepted, prepared)
         except InvalidRequest as error:
-            raise prepared.in_own_words(error) from None
+            raise prepared.explain(error) from None
         try:
             transcripts: dict[int, Transcript] = {}
             ended: set[int] = set()
-            while news := await generation.wait_updated():
-                some = [choice for choice in news if choice.index not in ended]
+            while updated := await active.wait_updated():
+                some = [choice for choice in updated if choice.index not in ended]
                 ended |= {choice.index for choice in some if choice.ending is not None}
-                yield [self._news(prepared, choice, transcripts) for choice in some]
+                yield [self._stream_output(prepared, choice, transcripts) for choice in some]
         except InvalidRequest as error:
-            raise prepared.in_own_words(error) from None
+            raise prepared.explain(error) from None
         finally:
-            generation.close()
+            active.close()
 
     async def _accepted(self, prepared: Prepared) -> ActiveRequest:
         """Return a streaming request that a scheduler has accepted."""
-        pause = _FIRST_PAUSE_S
-        while True:
-            generation = None
-            try:
-                generation = await self._submit(prepared, streaming=True)
-                await generation.wait_accepted()
-                return generation
-            except BaseException as error:
-                if generation is not None:
-                    generation.close()
-                if not isinstance(error, Overloaded):
-                    raise
-                wait = max(pause, error.retry_after_s)
-            await self._pause(wait)
-            pause = min(pause * 2, _LAST_PAUSE_S)
+        active = await self._submit(prepared, streaming=True)
+        try:
+            await active.wait_accepted()
+        except BaseException:
+            active.close()
+            raise
+        return active
 
     async def _room(self, samples: int) -> None:
         """Wait until ``samples`` more may be outstanding, and count them."""
@@ -181,28 +175,30 @@ class Runner:
             await self._fewer.wait()
         self._samples += samples
 
-    async def _persistently(self, prepared: Prepared) -> RequestOutput:
+    async def _retried(self, attempt: Callable[[Prepared], Awaitable[R]], prepared: Prepared) -> R:
+        """Return the result of ``attempt``, which is repeated while the schedulers are overloaded."""
         pause = _FIRST_PAUSE_S
         while True:
             try:
-                return await self._attempt(prepared)
+                return await attempt(prepared)
             except Overloaded as error:
                 wait = max(pause, error.retry_after_s)
             await self._pause(wait)
             pause = min(pause * 2, _LAST_PAUSE_S)
 
-    async def _attempt(self, prepared: Prepared) -> RequestOutput:
-        generation = await self._submit(prepared, streaming=False)
+    async def _answered(self, prepared: Prepared) -> RequestOutput:
+        """Return the output of a request when it has ended."""
+        active = await self._submit(prepared, streaming=False)
         try:
-            while await generation.wait_ended():
+            while await active.wait_ended():
                 pass
-            return self._output(prepared, generation)
+            return self._output(prepared, active)
         finally:
-            generation.close()
+            active.close()
 
     async def _submit(self, prepared: Prepared, *, streaming: bool) -> ActiveRequest:
         self._check_open()
-        return await self._fleet.generate([prepared.job], streaming=streaming)
+        return await self._fleet.generate([prepared.prompt], streaming=streaming)
 
     async def _pause(self, seconds: float) -> None:
         """Wait for about ``seconds``, or until ``stop``."""
@@ -216,8 +212,8 @@ class Runner:
             raise _closed()
         return self._compiler
 
-    def _output(self, prepared: Prepared, generation: ActiveRequest) -> RequestOutput:
-        endings = [choice.outcome for choice in generation.samples]
+    def _output(self, prepared: Prepared, active: ActiveRequest) -> RequestOutput:
+        endings = [choice.outcome for choice in active.samples]
         usage = Usage(
             endings[0].prompt_tokens,
             min(ending.cached_tokens for ending in endings),
@@ -226,35 +222,37 @@ class Runner:
         return RequestOutput(
             prepared.request.shown,
             prepared.prompt_ids,
-            [self._completion(prepared, choice) for choice in generation.samples],
+            [self._completion(prepared, choice) for choice in active.samples],
             usage,
-            self._prompt_logprobs(prepared, generation),
+            self._prompt_logprobs(prepared, active),
         )
 
     def _completion(self, prepared: Prepared, choice: ActiveSample) -> CompletionOutput:
         token_ids = list(map(int, choice.new_ids))
-        logprobs = choice.logprobs if prepared.job.settings.logprobs else None
-        said, _ = choice.take()
-        text = whole_text(prepared.vocabulary(self.text), said, choice.outcome)
+        logprobs = choice.logprobs if prepared.prompt.settings.logprobs else None
+        ids, _ = choice.take()
+        text = whole_text(prepared.vocabulary(self.text), ids, choice.outcome)
         return CompletionOutput(choice.index, text, token_ids, logprobs, choice.outcome.reason)
 
-    def _prompt_logprobs(self, prepared: Prepared, generation: ActiveRequest) -> list[dict[str, Any] | None] | None:
-        top = prepared.job.settings.requested_prompt_logprobs
+    def _prompt_logprobs(self, prepared: Prepared, active: ActiveRequest) -> list[dict[str, Any] | None] | None:
+        top = prepared.prompt.settings.requested_prompt_logprobs
         if top is None:
             return None
-        scores = generation.prompt_scores[0]
-        start = prepared.job.settings.prompt_logprobs_start
-        return prompt_logprobs(prepared.job.prompt_ids, scores, top, self.text.token_text, start)
+        scores = active.prompt_scores[0]
+        start = prepared.prompt.settings.prompt_logprobs_start
+        return prompt_logprobs(prepared.prompt.prompt_ids, scores, top, self.text.token_text, start)
 
-    def _news(self, prepared: Prepared, choice: ActiveSample, transcripts: dict[int, Transcript]) -> StreamOutput:
+    def _stream_output(
+        self, prepared: Prepared, choice: ActiveSample, transcripts: dict[int, Transcript]
+    ) -> StreamOutput:
         transcript = transcripts.get(choice.index)
         if transcript is None:
-            stops = prepared.job.settings.stop_strings
+            stops = prepared.prompt.settings.stop_strings
             transcript = transcripts[choice.index] = Transcript(prepared.vocabulary(self.text), stops)
         token_ids = list(map(int, choice.new_ids))
-        logprobs = choice.logprobs if prepared.job.settings.logprobs else None
-        said, _ = choice.take()
-        text, reason = transcript.push(said, []).text, None
+        logprobs = choice.logprobs if prepared.prompt.settings.logprobs else None
+        ids, _ = choice.take()
+        text, reason = transcript.push(ids, []).text, None
         if choice.ending is not None:
             text, reason = text + transcript.finish(choice.ending).text, choice.ending.reason
         return StreamOutput(choice.index, text, token_ids, logprobs, reason)

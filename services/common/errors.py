@@ -4,6 +4,7 @@
 
     TokaError
     ├── InvalidRequest          the caller can fix it: names the field and the fix    INVALID_ARGUMENT     400
+    │   ├── InvalidValue        a parameter has a value that is not allowed               INVALID_ARGUMENT     400
     │   ├── PayloadTooLarge                                                           INVALID_ARGUMENT     413
     │   ├── UnsupportedMediaType                                                      INVALID_ARGUMENT     415
     │   └── ReusedIdempotencyKey                                                      INVALID_ARGUMENT     422
@@ -48,6 +49,12 @@ class InvalidRequest(TokaError):
     def __init__(self, message: str, *, field: str = "", reason: str | None = None) -> None:
         super().__init__(message, reason=reason)
         self.field = field
+
+
+class InvalidValue(InvalidRequest):
+    """A parameter has a value that is not allowed."""
+
+    reason = "INVALID_VALUE"
 
 
 class PayloadTooLarge(InvalidRequest):

@@ -24,11 +24,11 @@ from services.gateway.openai.gateway import Gateway
 
 log = structlog.get_logger(__name__)
 
-# What still runs at the end of the drain is told that the gateway is going, and has so long to hear.
+# Time to send an error to the requests that still run at the end of the drain.
 LAST_WORD_S = 2.0
-# One of several leaves new connections to the others, and goes on to take those that are on their way to it.
+# A gateway that shares its port accepts the connections that are already in its queue for this time.
 LAST_CALL_S = 0.5
-# A gateway answers its first requests when it knows its schedulers, or after this time.
+# The listener opens when the facts of all schedulers are known, or after this time.
 FIRST_LOOK_S = 1.0
 # A request holds 100 to 140 objects while it runs and leaves no cycles behind. SQLAlchemy leaves cycles with each
 # statement of the store, 300 objects a second in an idle gateway. They are garbage at once, so it is enough to examine
@@ -46,8 +46,10 @@ async def serve(
     timings: Timings | None = None,
     on_listening: Callable[[str], None] = lambda url: None,
 ) -> None:
-    """Run a gateway until ``stop`` is set, and what runs has ended. ``on_listening`` gets its base URL once requests
-    are answered."""
+    """Run a gateway until ``stop`` is set and its requests have ended.
+
+    ``on_listening`` is called with the base URL when the gateway answers requests.
+    """
     gateway = Gateway.make(config, timings or Timings(), handover)
     batches, observer = BatchService(gateway), Observer(gateway.fleet)
     sockets = [_listener(config, handover)]
@@ -86,7 +88,7 @@ async def serve(
 
 
 async def _while(condition: Coroutine[Any, Any, None], work: Coroutine[Any, Any, None]) -> None:
-    """Until ``work`` is done, or ``condition`` does not hold any more: raises why not."""
+    """Run ``work`` to its end. If ``condition`` ends first, cancel ``work`` and raise the error of ``condition``."""
     tasks = asyncio.create_task(condition), asyncio.create_task(work)
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -99,20 +101,20 @@ async def _while(condition: Coroutine[Any, Any, None], work: Coroutine[Any, Any,
 
 
 def _listener(config: GatewayConfig, handover: Handover | None) -> socket.socket:
-    """For clients."""
+    """Return the socket for clients."""
     if handover is None:
         return listen(config.host, config.port)[0]
     return socket.socket(fileno=handover.listener)
 
 
 def _admin_listeners(config: GatewayConfig, handover: Handover | None) -> list[socket.socket]:
-    """For operators, and the one on which ``toka`` asks this gateway and no other."""
+    """Return the sockets for operators, and the socket on which ``toka`` probes this gateway alone."""
     listeners = []
     if config.admin_port:
-        shared = handover is not None and handover.count > 1  # each answers for all
+        shared = handover is not None and handover.count > 1  # each gateway reports the metrics of all
         listeners += listen(config.admin_host, config.admin_port, flags=("admin_host", "admin_port"), joins=shared)
     if handover is not None:
-        handover.own_socket.unlink(missing_ok=True)  # of one that died
+        handover.own_socket.unlink(missing_ok=True)  # a gateway that was killed leaves its file
         own = socket.socket(socket.AF_UNIX)
         own.bind(str(handover.own_socket))
         listeners.append(own)
@@ -134,25 +136,27 @@ def _announce(
 async def _drain(
     stop: Stop, leave: Callable[[], bool], gateway: Gateway, batches: BatchService, server: Server
 ) -> None:
-    """At ``stop``: no new connections, time for what runs, then an error for what still runs. Ends with ``server``,
-    which ends when nothing runs any more. ``leave`` tells whether other gateways take what comes to this one's
-    ports."""
+    """Drain the gateway after ``stop``.
+
+    Close the listeners, let requests run for ``drain_seconds``, and then fail those that still run. ``leave`` closes
+    the listener that is shared with other gateways, and returns whether there are others.
+    """
     await stop.wait()
     drain_s, never = gateway.config.drain_seconds, asyncio.Event()
     log.info("draining", seconds=drain_s)
-    called_s = 0.0
+    last_call_s = 0.0
     if leave():
         server.leave_admin_port()
-        called_s = min(LAST_CALL_S, drain_s)
-    await stop.within(called_s, never.wait)
+        last_call_s = min(LAST_CALL_S, drain_s)
+    await stop.within(last_call_s, never.wait)
     gateway.fleet.draining = True
     server.should_exit = True
-    await asyncio.gather(batches.stop(), stop.within(drain_s - called_s, never.wait))
+    await asyncio.gather(batches.stop(), stop.within(drain_s - last_call_s, never.wait))
     gateway.fleet.fail_all(Unavailable("the gateway is shutting down; send the request again"))
 
 
 def main() -> None:
-    """The ``toka-gateway`` command."""
+    """Run the ``toka-gateway`` command."""
     handover = Handover.read(os.environ)
     run_service("gateway" if handover is None else handover.name, GatewayConfig, partial(_watched, handover))
 

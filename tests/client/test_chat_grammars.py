@@ -81,7 +81,7 @@ async def test_flags_say_how_a_model_thinks_as_for_a_gateway(parrot):
         formats = OutputFormats.of(GatewayConfig(reasoning_parser=parser), text.tokenizer)
         compiler, asked = Compiler(text, formats, facts), [Request(None, params, say("x"))]
         [prepared] = await prepare(compiler, asked, await check(compiler, asked), Counter())
-        composed.append(prepared.job.settings.grammar.composed)
+        composed.append(prepared.prompt.settings.grammar.composed)
     text.stop()
     assert composed == [True, False]
 

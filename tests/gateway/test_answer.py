@@ -1,4 +1,4 @@
-"""What becomes of a request between its jobs and its response."""
+"""What becomes of a request between its prompts and its response."""
 
 import asyncio
 import tracemalloc

@@ -40,7 +40,7 @@ def test_a_name_of_the_same_meaning_works(deployment, theirs, ours):
         ({"n_predict": 5}, "n_predict", "send max_tokens"),
         ({"repeat_penalty": 1.1}, "repeat_penalty", "send repetition_penalty"),
         ({"logprob_start_len": 0}, "logprob_start_len", "send prompt_logprobs"),
-        ({"options": {"seed": 1}}, "options", "members as parameters of their own"),
+        ({"options": {"seed": 1}}, "options", "members as parameters"),
         ({"format": "json"}, "format", "send response_format"),
         ({"typical_p": 0.9}, "typical_p", "not supported"),
         ({"mirostat": 2}, "mirostat", "not supported"),

@@ -85,7 +85,7 @@ def test_the_messages_of_a_chat_completion_are_listed(client, name):
     assert told[0].content_parts is None
     newest = client.chat.completions.messages.list(made.id, order="desc").data
     assert [message.id for message in newest] == [message.id for message in told[::-1]]
-    with pytest.raises(openai.BadRequestError, match="no such message"):
+    with pytest.raises(openai.BadRequestError, match="no such item"):
         client.chat.completions.messages.list(made.id, after="x")
 
 

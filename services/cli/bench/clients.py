@@ -1,6 +1,6 @@
-"""Client processes: each with its share of the requests, and all begin at the same moment.
+"""Client processes. Each sends a share of the requests, and all begin at the same moment.
 
-They are spawned by, and report to, the thread of the program that measures.
+The thread that measures spawns them and receives their reports.
 """
 
 import multiprocessing
@@ -16,9 +16,9 @@ from services.cli.bench.exchange import Endpoint, Reply
 from services.cli.bench.sending import Body, Report, Share, send_share
 from services.common.host.descriptors import raise_limit
 
-_START_S = 60.0  # for a client process to be there
+_START_S = 60.0  # timeout for a client process to start
 _SETTLE_S = 0.1  # from the last client's readiness to the moment when all begin
-_PATIENCE_S = 0.01  # of one look for reports
+_POLL_S = 0.01  # timeout of one wait for reports
 
 
 class ClientError(Exception):
@@ -26,10 +26,13 @@ class ClientError(Exception):
 
 
 class Clients:
-    """The processes, while the context is open."""
+    """The client processes of one load, which run while the context is open."""
 
     def __init__(self, endpoint: Endpoint, shares: Sequence[Share], period_s: float | None = None) -> None:
-        """They report every ``period_s``; None: at their end, so that nothing else is done while it is measured."""
+        """Create the processes' tasks.
+
+        A process reports every ``period_s`` seconds. None: only at its end, so that reports cost no time meanwhile.
+        """
         self._tasks = [(index, endpoint, share, period_s) for index, share in enumerate(shares)]
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
@@ -48,20 +51,20 @@ class Clients:
         self._end()
 
     def begin(self) -> None:
-        """Let all of them begin at one moment."""
+        """Start all processes at the same moment."""
         start = time.perf_counter() + _SETTLE_S
         for pipe in self._pipes:
             pipe.send(start)
         self._open = list(self._pipes)
 
     def reports(self) -> Iterator[list[Report]]:
-        """What came, again and again, be it nothing, until all have ended. Raises ``ClientError``."""
+        """Yield new reports, or an empty list every 10 ms, until all processes have ended. Raises ``ClientError``."""
         while self._open:
-            heard = []
-            for pipe in wait(self._open, timeout=_PATIENCE_S):
+            received = []
+            for pipe in wait(self._open, timeout=_POLL_S):
                 assert isinstance(pipe, Connection)
-                heard.append(self._receive(pipe))
-            yield heard
+                received.append(self._receive(pipe))
+            yield received
 
     def _receive(self, pipe: Connection) -> Report:
         try:
@@ -76,16 +79,16 @@ class Clients:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        resource_tracker.ensure_running()  # or starting the first process would start it, and let SIGINT through
-        # Ctrl-C reaches every process of a terminal, and is for the one that prints what was measured.
+        resource_tracker.ensure_running()  # otherwise the first process starts it and unblocks SIGINT
+        # Ctrl-C reaches every process of a terminal. Only the process that prints the figures handles it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for _ in self._tasks:
-                ours, theirs = context.Pipe()
-                process = context.Process(target=send_share, args=(theirs,), daemon=True)
+                own_end, other_end = context.Pipe()
+                process = context.Process(target=send_share, args=(other_end,), daemon=True)
                 process.start()
-                theirs.close()
-                self._pipes.append(ours)
+                other_end.close()
+                self._pipes.append(own_end)
                 self._processes.append(process)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -107,9 +110,9 @@ class Clients:
 def send_all(
     url: str, bodies: Sequence[Body], clients: int = 1, meanwhile: Callable[[], None] = lambda: None
 ) -> list[Reply]:
-    """POST every body to ``url`` at once, from ``clients`` processes; replies in the order of ``bodies``.
+    """POST every body to ``url`` at once, from ``clients`` processes. Return the replies in the order of ``bodies``.
 
-    ``meanwhile`` is called again and again in this thread until all have answered; it should sleep a little itself.
+    ``meanwhile`` is called repeatedly in this thread until the last reply. It should sleep for a short time.
     """
     shares = []
     for first in range(min(clients, len(bodies))):
@@ -126,7 +129,7 @@ def send_all(
 
 
 def failures(replies: Sequence[Reply]) -> int:
-    """How many requests got no answer; prints the first reason."""
+    """Return the number of requests that failed, and print the first error."""
     failed = [reply.error for reply in replies if reply.error]
     if failed:
         print(f"{len(failed)} of {len(replies)} requests failed, the first: {failed[0]}")
@@ -134,5 +137,5 @@ def failures(replies: Sequence[Reply]) -> int:
 
 
 def makespan(replies: Sequence[Reply]) -> float:
-    """Seconds from the first request to the last answer."""
+    """Return the seconds from the first request to the end of the last reply."""
     return max(reply.ended_at for reply in replies) - min(reply.sent_at for reply in replies)

@@ -1,4 +1,4 @@
-"""A load on the terminal: how far it is, on stderr, and what it came to."""
+"""Shows a load on the terminal: a progress bar on stderr, and then its figures."""
 
 import statistics
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ _TIMES = (
     ("per output token", "per_token_ms"),
     ("end to end", "end_to_end_ms"),
 )
-_BUSY = 0.8  # of a core: a client process that takes more is measured itself
-_SHOWN = 300  # characters of an error
+_BUSY = 0.8  # share of a core. A client process that takes more may limit the load
+_SHOWN = 300  # characters of an error that are shown
 
 
 class Live:
-    """The progress bar of one load after the other. Used by the thread that waits for them."""
+    """The progress bar of the loads, one after the other. Used by the thread that waits for them."""
 
     def __init__(self, console: Console) -> None:
         columns: tuple[ProgressColumn, ...] = (
@@ -35,7 +35,7 @@ class Live:
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[said]}"),
+            TextColumn("{task.fields[status]}"),
         )
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._tokens = self._arrivals = self._failed = self._done = 0
@@ -48,16 +48,16 @@ class Live:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._progress.stop()
 
-    def begin(self, what: str, total: int | None) -> None:
-        """The next load, of so many requests; None: not known."""
+    def begin(self, title: str, total: int | None) -> None:
+        """Show the next load, of ``total`` requests. None: the number is not known."""
         for task in self._progress.task_ids:
             self._progress.remove_task(task)
         self._tokens = self._arrivals = self._failed = self._done = 0
         self._firsts = []
-        self._task = self._progress.add_task(what, total=total, said="")
+        self._task = self._progress.add_task(title, total=total, status="")
 
-    def told(self, reports: list[Report], outcome: Outcome) -> None:
-        """News of the load."""
+    def update(self, reports: list[Report], outcome: Outcome) -> None:
+        """Show the progress after new ``reports``."""
         if not reports:
             return
         for report in reports:
@@ -69,19 +69,19 @@ class Live:
                 if not reply.error:
                     self._firsts.append(reply.first_at - reply.sent_at)
         elapsed = self._progress.tasks[0].elapsed or 0.0
-        said = f"{outcome.running} running"
+        status = f"{outcome.running} running"
         if self._failed:
-            said += f", [red]{self._failed} failed[/]"
+            status += f", [red]{self._failed} failed[/]"
         if elapsed > 0 and (self._tokens or self._arrivals):
-            # What came of streams that go on has no usage yet: a token, at least, each time.
-            said += f", {max(self._tokens, self._arrivals) / elapsed:,.0f} tok/s"
+            # Running streams have no usage yet. Each arrival of text is at least one token.
+            status += f", {max(self._tokens, self._arrivals) / elapsed:,.0f} tok/s"
         if self._arrivals and self._firsts:
-            said += f", first token {1000 * statistics.median(self._firsts[-1000:]):,.0f} ms"
-        self._progress.update(self._task, completed=self._done, said=said)
+            status += f", first token {1000 * statistics.median(self._firsts[-1000:]):,.0f} ms"
+        self._progress.update(self._task, completed=self._done, status=status)
 
 
 def show(console: Console, title: str, figures: Figures, replies: Sequence[Reply]) -> None:
-    """The table of a load, its throughput over time and how its times are spread."""
+    """Print the table of a load, its throughput over time, and the distribution of its times."""
     console.print(f"[bold]{escape(title)}[/]", highlight=False)
     rates = Table(show_header=False)
     rates.add_column()
@@ -100,20 +100,21 @@ def show(console: Console, title: str, figures: Figures, replies: Sequence[Reply
     spreads = [(name, getattr(figures, field)) for name, field in _TIMES if getattr(figures, field) is not None]
     if spreads:
         console.print(_times(spreads))
-    _pictures(console, replies, streamed=figures.first_token_ms is not None)
+    _charts(console, replies, streamed=figures.first_token_ms is not None)
     show_errors(console, figures)
 
 
 def show_errors(console: Console, figures: Figures) -> None:
-    """How many of each kind."""
+    """Print the number of errors of each kind, and an example."""
     for kind, errors in figures.errors.items():
         console.print(f"[red]{errors.count} x {escape(kind)}[/], the first: {escape(errors.example[:_SHOWN])}")
 
 
 def warn_if_busy(console: Console, busy: float) -> None:
+    """Print a warning if a client process used ``busy`` of a core, so that it may have limited the load."""
     if busy > _BUSY:
         console.print(
-            f"[yellow]A client process took {busy:.0%} of a core: it is measured as well. Give --clients more.[/]"
+            f"[yellow]A client process used {busy:.0%} of a core, so it may limit the load. Increase --clients.[/]"
         )
 
 
@@ -128,7 +129,7 @@ def _times(spreads: list[tuple[str, Spread]]) -> Table:
     return table
 
 
-def _pictures(console: Console, replies: Sequence[Reply], *, streamed: bool) -> None:
+def _charts(console: Console, replies: Sequence[Reply], *, streamed: bool) -> None:
     good = [reply for reply in replies if not reply.error]
     if not good:
         return

@@ -1,7 +1,7 @@
-"""One request and its answer on a connection of its own, at little cost: a client must not be what is measured.
+"""Sends a request on its own connection and measures the reply, at a low cost so that the client is not the limit.
 
-HTTP/1.1 on bare asyncio connections with httptools' parser. An answer's text is not kept: only when it came and how
-many tokens it has. Everything here belongs to the event loop of a client process.
+It is HTTP/1.1 on asyncio connections with httptools' parser. The text of a reply is not kept, only its times and its
+token counts. Everything runs on the event loop of a client process.
 """
 
 import asyncio
@@ -19,42 +19,42 @@ import httptools
 
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d+)')
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
-_CHAT_TEXT = re.compile(rb'content":\s*"[^"]')  # also reasoning_content; the first chunk's is empty
+_CHAT_TEXT = re.compile(rb'content":\s*"[^"]')  # also reasoning_content. The content of the first chunk is empty
 _TAIL = 4096  # bytes of a stream that are kept, for the usage in its last event
-_SHOWN = 500  # bytes of an answer that did not succeed
+_SHOWN = 500  # bytes of a reply that are part of its error
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back for one request. Times are of ``time.perf_counter``, which all processes of a host share."""
+    """The result of one request. Times are those of ``time.perf_counter``, which all processes of a host share."""
 
-    sent_at: float  # on an open connection
-    first_at: float  # the first bytes with text in them
-    last_at: float  # the last such bytes
+    sent_at: float  # after the connection was made
+    first_at: float  # arrival of the first text
+    last_at: float  # arrival of the last text
     ended_at: float
-    prompt_tokens: int  # of usage
-    completion_tokens: int
-    error: str = ""  # why there is no answer, else empty
-    kind: str = ""  # of the error, in two words or three
-    gaps: Sequence[float] = ()  # seconds from one arrival of text to the next
+    prompt_tokens: int  # in usage
+    completion_tokens: int  # in usage
+    error: str = ""  # reason of the failure, or empty
+    kind: str = ""  # short name of the error
+    gaps: Sequence[float] = ()  # seconds between arrivals of text
 
     @property
     def per_token_ms(self) -> float:
-        """Milliseconds per token of a stream. A chunk may hold several tokens: usage says how many there were."""
+        """Milliseconds per token of a stream. Tokens are counted by usage, since a chunk may have several."""
         return 1000 * (self.last_at - self.first_at) / max(1, self.completion_tokens - 1)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where requests go, and how."""
+    """The address of requests, and the options of the connection."""
 
     url: str  # with its path
     api_key: str = "none"
-    ca: str | None = None  # PEM of who signed the server's certificate; None = who the system trusts
+    ca: str | None = None  # file with the certificate authority of the server. None: the authorities of the system
     timeout_s: float | None = None  # of a request, its connection included
 
     def encode(self, body: dict[str, Any]) -> bytes:
-        """A whole request."""
+        """Return the bytes of a whole request."""
         address, content = urlsplit(self.url), json.dumps(body).encode()
         head = (
             f"POST {address.path} HTTP/1.1\r\nHost: {address.netloc}\r\nAuthorization: Bearer {self.api_key}\r\n"
@@ -64,19 +64,19 @@ class Endpoint:
 
 
 class Sender:
-    """Sends requests to one endpoint, and counts."""
+    """Sends requests to one endpoint, and counts the arrivals of text."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         address = urlsplit(endpoint.url)
         secure = address.scheme == "https"
-        self.running = 0  # requests that are being answered
-        self.arrivals = 0  # of text, so far
+        self.running = 0  # requests without a whole reply
+        self.arrivals = 0  # arrivals of text so far
         self._endpoint = endpoint
         self._host, self._port = address.hostname or "", address.port or (443 if secure else 80)
         self._tls = ssl.create_default_context(cafile=endpoint.ca) if secure else None
 
     async def exchange(self, request: bytes) -> Reply:
-        """Send one and wait for its answer's end. Whatever happens is a reply."""
+        """Send a request and wait for the end of its reply. A failure is a reply with an error."""
         loop = asyncio.get_running_loop()
         exchanged = _Exchange(self, request, loop.create_future())
         limit = asyncio.timeout(self._endpoint.timeout_s)
@@ -84,8 +84,8 @@ class Sender:
         try:
             async with limit:
                 await loop.create_connection(lambda: exchanged, self._host, self._port, ssl=self._tls)
-                return await asyncio.shield(exchanged.done)  # ours to settle
-        except OSError as error:  # the kernel gives up a connection with a TimeoutError, too
+                return await asyncio.shield(exchanged.done)  # not cancelled by the timeout, which sets its own result
+        except OSError as error:  # includes TimeoutError, which a connection that times out in the kernel raises too
             if limit.expired():
                 exchanged.abort("timeout", f"no whole answer within {self._endpoint.timeout_s} s")
             else:
@@ -96,7 +96,7 @@ class Sender:
 
 
 class _Exchange(asyncio.Protocol):
-    """One request on a connection of its own."""
+    """The exchange of one request and its reply, on its own connection."""
 
     def __init__(self, sender: Sender, request: bytes, done: "asyncio.Future[Reply]") -> None:
         self.done = done
@@ -125,10 +125,10 @@ class _Exchange(asyncio.Protocol):
         reason = error or "closed by the server"
         self.fail("connection lost", f"the connection was lost before the answer's end: {reason}")
 
-    # -- called by the parser
+    # Called by the parser.
 
     def on_message_begin(self) -> None:
-        self._until_close = True  # unless a header says where the body ends
+        self._until_close = True  # unless a header has the length of the body
 
     def on_header(self, name: bytes, value: bytes) -> None:
         match name.lower():
@@ -155,19 +155,19 @@ class _Exchange(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    # -- how it ends
+    # The end of the exchange.
 
     @property
     def reply(self) -> Reply:
-        """Once there is one."""
+        """The reply, after the end of the exchange."""
         return self.done.result()
 
     def fail(self, kind: str, reason: str) -> None:
-        """There is no answer, unless there was one already."""
+        """End the exchange with an error, unless it has ended."""
         self._settle(0, 0, reason, kind)
 
     def abort(self, kind: str, reason: str) -> None:
-        """``fail``, and hang up."""
+        """End the exchange with an error, and close the connection."""
         self.fail(kind, reason)
         if self._transport is not None:
             self._transport.abort()
@@ -177,14 +177,14 @@ class _Exchange(asyncio.Protocol):
         self._sender.arrivals += 1
         if not self._started:
             self._started, self._first_at = True, now
-        elif now > self._last_at:  # several chunks may come at once
+        elif now > self._last_at:  # several chunks may arrive together
             self._gaps.append(now - self._last_at)
         self._last_at = now
 
     def _kind(self, status: int) -> str:
         if status != 200:
             return f"HTTP {status}"
-        return "error in the stream" if b'"error"' in self._body else "no usage told"
+        return "error in the stream" if b'"error"' in self._body else "no usage reported"
 
     def _settle(self, prompt_tokens: int, completion_tokens: int, error: str = "", kind: str = "") -> None:
         if not self.done.done():

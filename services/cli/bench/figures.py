@@ -1,4 +1,4 @@
-"""What the replies to a load amount to."""
+"""The figures of a load: counts, rates and distributions of times."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from services.cli.bench.exchange import Reply
 
 @dataclass(frozen=True)
 class Spread:
-    """Of one kind of time, in milliseconds."""
+    """The distribution of one kind of time, in milliseconds."""
 
     mean: float
     p50: float
@@ -23,7 +23,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Spread | None":
-        """None without values."""
+        """Return the distribution of ``values``, or None if there are none."""
         found = np.fromiter(values, float)
         if not found.size:
             return None
@@ -32,30 +32,31 @@ class Spread:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of one kind."""
+    """The errors of one kind."""
 
     count: int
-    example: str
+    example: str  # message of the first one
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a load, as far as it went. Tokens are what usage says, and of the requests that succeeded."""
+    """The figures of a load up to its end or its interruption. Tokens are counted by usage of successful requests."""
 
-    seconds: float  # from the first request to the last answer
+    seconds: float  # from the first request to the end of the last reply
     succeeded: int
     failed: int
-    unfinished: int  # when it was interrupted
+    unfinished: int  # requests that ran when the load was interrupted
     input_tokens: int
     output_tokens: int
     errors: dict[str, Errors]  # by kind
-    first_token_ms: Spread | None  # this and the next two: of streams
-    inter_token_ms: Spread | None  # from one arrival of text to the next, of all streams
-    per_token_ms: Spread | None  # of each stream: from its first text to its last, over its tokens less one
+    first_token_ms: Spread | None  # of streams
+    inter_token_ms: Spread | None  # of streams: from one arrival of text to the next
+    per_token_ms: Spread | None  # of streams: from first to last text, divided by the number of tokens minus one
     end_to_end_ms: Spread | None
 
     @classmethod
     def of(cls, replies: Sequence[Reply], *, streamed: bool, unfinished: int = 0) -> "Figures":
+        """Return the figures of ``replies``, which are streams if ``streamed``."""
         good = [reply for reply in replies if not reply.error]
         streams = good if streamed else []
         return cls(
@@ -73,10 +74,11 @@ class Figures:
         )
 
     def rate(self, count: int) -> float:
-        """So many, in a second."""
+        """Return ``count`` divided by the duration of the load, per second."""
         return count / self.seconds if self.seconds else 0.0
 
     def as_json(self) -> dict[str, Any]:
+        """Return the figures and the rates for a results file."""
         return asdict(self) | {
             "requests_per_second": self.rate(self.succeeded),
             "input_tokens_per_second": self.rate(self.input_tokens),
@@ -85,8 +87,11 @@ class Figures:
 
 
 def output_rate(replies: Sequence[Reply], bins: int, *, streamed: bool) -> tuple[list[float], list[float]]:
-    """Seconds from the start, in the middle of each bin, and output tokens a second in it: as if the tokens of a
-    stream came evenly from its first text to its last, and those of a whole answer from its request to its end."""
+    """Return the middle of each bin in seconds from the start, and the output tokens per second in it.
+
+    The tokens of a stream are distributed evenly from its first text to its last. The tokens of a whole answer are
+    distributed from its request to its end.
+    """
     good = [reply for reply in replies if not reply.error]
     if not good:
         return [], []
@@ -101,7 +106,7 @@ def output_rate(replies: Sequence[Reply], bins: int, *, streamed: bool) -> tuple
 
 
 def histogram(values: Sequence[float], bins: int) -> tuple[list[float], list[int]]:
-    """Edges, one more than bins, each as many times the one before it, and how many values lie between them."""
+    """Return the edges of ``bins`` bins in geometric progression, and the number of values in each bin."""
     low, high = max(min(values), 1e-3), max(max(values), 1e-3)
     if high <= low * 1.01:
         low, high = low / 1.5, high * 1.5

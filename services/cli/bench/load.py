@@ -1,4 +1,4 @@
-"""A load: which requests, and when each is sent."""
+"""A load: its requests, and the times at which they are sent."""
 
 import itertools
 import signal
@@ -13,23 +13,23 @@ from services.cli.bench.clients import Clients
 from services.cli.bench.exchange import Endpoint, Reply
 from services.cli.bench.sending import Bodies, Report, Share
 
-PERIOD_S = 0.25  # from one report of a client process to the next
-_ENDLESS = 2**40  # requests
+PERIOD_S = 0.25  # between reports of a client process
+_ENDLESS = 2**40  # number of requests that is never reached
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests ``first``, ``first + 1``... of ``body``: at their arrivals, ``concurrency`` at once, or all at once."""
+    """The requests of ``body`` from number ``first``: sent at ``arrivals``, with a concurrency, or all at once."""
 
     body: Bodies
-    count: int | None  # None: until ``seconds`` have passed
+    count: int | None  # None: requests begin until ``seconds`` have passed
     first: int = 0
-    arrivals: Sequence[float] | None = None  # seconds from the start, one for each request
+    arrivals: Sequence[float] | None = None  # seconds from the start, by request
     concurrency: int | None = None
-    seconds: float | None = None  # no request begins later; has no effect on arrivals
+    seconds: float | None = None  # time after which no request begins. Has no effect with arrivals
 
     def shares(self, clients: int) -> list[Share]:
-        """For so many processes, or as many as there is work for."""
+        """Return the shares of ``clients`` processes, or of fewer if there are fewer requests."""
         count = _ENDLESS if self.count is None else self.count
         clients = min(clients, count, self.concurrency or count)
         shares = []
@@ -45,37 +45,37 @@ class Load:
 
 @dataclass
 class Outcome:
-    """What is known of a load so far: that of the thread that waits for it."""
+    """The replies to a load so far. Used by the thread that waits for it."""
 
-    replies: list[tuple[int, Reply]] = field(default_factory=list)  # by number, in the order in which they ended
-    busy: float = 0.0  # share of a core that the busiest client process took
+    replies: list[tuple[int, Reply]] = field(default_factory=list)  # request numbers and replies, in order of the end
+    busy: float = 0.0  # share of a core that the busiest client process used
     interrupted: bool = False
     _running: dict[int, int] = field(default_factory=dict)  # by client
 
     @property
     def running(self) -> int:
-        """Requests that are being answered."""
+        """Number of requests without a whole reply."""
         return sum(self._running.values())
 
     def add(self, reports: list[Report]) -> None:
+        """Add the replies and the counts of new reports."""
         for report in reports:
             self.replies += report.replies
             self.busy = max(self.busy, report.busy or 0.0)
             self._running[report.client] = report.running
 
 
-def drive(
-    endpoint: Endpoint, load: Load, clients: int, told: Callable[[list[Report], Outcome], None] = lambda *_: None
-) -> Outcome:
-    """Send a load and wait for its end, or for Ctrl-C. ``told`` is called at every look for reports, with those new.
+def drive(endpoint: Endpoint, load: Load, clients: int, on_reports: Callable[[list[Report], Outcome], None]) -> Outcome:
+    """Send a load and wait for its end, or for Ctrl-C. Call it in the main thread, since it handles SIGINT.
 
-    Of the main thread, whose signals it takes meanwhile."""
+    ``on_reports`` is called with the new reports every 10 ms, even if there are none.
+    """
     outcome = Outcome()
     with _interrupts(outcome), Clients(endpoint, load.shares(clients), PERIOD_S) as processes:
         processes.begin()
         for reports in processes.reports():
             outcome.add(reports)
-            told(reports, outcome)
+            on_reports(reports, outcome)
             if outcome.interrupted:
                 break
     return outcome
@@ -83,12 +83,12 @@ def drive(
 
 @contextmanager
 def _interrupts(outcome: Outcome) -> Iterator[None]:
-    """Ctrl-C is noted, and raises nothing: it may come in the middle of a report."""
+    """Record Ctrl-C in ``outcome``. An exception could interrupt the reading of a report."""
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         outcome.interrupted = True
 
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
@@ -96,9 +96,12 @@ def _interrupts(outcome: Outcome) -> Iterator[None]:
 
 
 def poisson(rate: float, rng: np.random.Generator, count: int | None, seconds: float | None) -> list[float]:
-    """Seconds of arrivals at ``rate`` a second: ``count`` of them, or those before ``seconds``, what ends first."""
+    """Return Poisson arrivals in seconds, at ``rate`` per second, up to ``count`` arrivals or up to ``seconds``.
+
+    Raises ``ValueError`` if neither limit is given.
+    """
     if count is None and seconds is None:
-        raise ValueError("arrivals without an end")
+        raise ValueError("poisson() needs count or seconds")
     found: list[float] = []
     now = 0.0
     for _ in itertools.count() if count is None else range(count):

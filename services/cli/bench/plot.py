@@ -1,4 +1,4 @@
-"""A load as a PNG."""
+"""Plots a load as a PNG file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ _BINS = 100
 
 
 def plot(replies: Sequence[Reply], title: str, target: Path, *, streamed: bool) -> None:
-    """Throughput and requests over time, and the share of requests that were served within a time."""
+    """Plot throughput and running requests over time, and the cumulative distributions of times, to ``target``."""
     import matplotlib
 
     matplotlib.use("Agg")

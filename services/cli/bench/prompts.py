@@ -1,4 +1,7 @@
-"""What requests ask: made-up prompts of given lengths, or the rows of a file. Read-only once made, and pickled."""
+"""The bodies of requests: synthetic prompts of given lengths, or the rows of a file.
+
+Client processes get these objects pickled.
+"""
 
 import json
 from dataclasses import dataclass, field
@@ -9,7 +12,7 @@ import numpy as np
 
 from services.cli.bench.sending import Bodies, Body
 
-# Common words, since those are a token each in most vocabularies.
+# Common words, because each is one token in most vocabularies.
 _TEXT = """
 the of and to in a is that for it was on are as with his they at be this from have or by one had not but what all were
 when we there can an your which their said if do will each about how up out them then she many some so these would other
@@ -23,7 +26,7 @@ _WORDS = _TEXT.split()
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many tokens: always ``low``, any number up to ``high``, or lognormal around ``median``, cut at ``high``."""
+    """A distribution of token counts: uniform from ``low`` to ``high``, or lognormal with ``median`` up to ``high``."""
 
     low: int
     high: int
@@ -32,7 +35,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> "Lengths":
-        """``256``, ``128-512`` or ``lognormal:99,1.2,2048`` (median, sigma, most). Raises ``ValueError``."""
+        """Parse ``256``, ``128-512`` or ``lognormal:99,1.2,2048`` (median, sigma, maximum). Raises ``ValueError``."""
         kind, colon, values = text.partition(":")
         try:
             if colon and kind == "lognormal":
@@ -44,10 +47,11 @@ class Lengths:
         except ValueError:
             raise ValueError(f"{text!r} is no length: write 256, 128-512 or lognormal:99,1.2,2048") from None
         if not 1 <= found.low <= found.high or not found.sigma >= 0 or (found.median is not None and found.median < 1):
-            raise ValueError(f"{text!r}: a length is 1 at least, and the first not above the last")
+            raise ValueError(f"{text!r}: expected lengths of at least 1, the smaller one first")
         return found
 
     def draw(self, rng: np.random.Generator) -> int:
+        """Return a random token count."""
         if self.median is None:
             return int(rng.integers(self.low, self.high, endpoint=True))
         return int(np.clip(rng.lognormal(np.log(self.median), self.sigma), self.low, self.high))
@@ -60,28 +64,28 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Asking:
-    """What the requests of a load have in common."""
+    """The parameters that all requests of a load share."""
 
     model: str
     chat: bool = False
     stream: bool = True
-    fields: dict[str, Any] = field(default_factory=dict)  # further ones of the body
+    fields: dict[str, Any] = field(default_factory=dict)  # other fields of the body
 
     def body(self, prompt: str | list[Any], max_tokens: int) -> Body:
-        """``prompt``: text, token ids, or a chat's messages."""
-        asked: Body = {"model": self.model, "max_tokens": max_tokens}
+        """Return the body for ``prompt``, which is a text, token ids, or the messages of a chat."""
+        body: Body = {"model": self.model, "max_tokens": max_tokens}
         if self.chat:
-            asked["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            body["messages"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         else:
-            asked["prompt"] = prompt
+            body["prompt"] = prompt
         if self.stream:
-            asked |= {"stream": True, "stream_options": {"include_usage": True}}
-        return asked | self.fields
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return body | self.fields
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """A body for every number, the same for the same seed: random words, or random tokens below ``vocab_size``."""
+    """Bodies of random words, or of random token ids below ``vocab_size``. The seed and the number determine a body."""
 
     asking: Asking
     seed: int
@@ -99,7 +103,7 @@ class Synthetic:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Each body of another source so many times, one after the other."""
+    """Bodies of another source, each of them ``times`` times in a row."""
 
     body: Bodies
     times: int
@@ -110,7 +114,7 @@ class Repeated:
 
 @dataclass(frozen=True)
 class Once:
-    """One sample of four tokens in place of what another source asks: something may be made on first use."""
+    """Bodies of another source with one sample of four tokens, for a short request that warms the server up."""
 
     body: Bodies
 
@@ -120,7 +124,7 @@ class Once:
 
 @dataclass(frozen=True)
 class Rows:
-    """A body for every number, from the prompts of a file, in order and round again."""
+    """Bodies of the prompts of a file, in order. After the last prompt they are used again."""
 
     asking: Asking
     seed: int
@@ -132,7 +136,7 @@ class Rows:
         return self.asking.body(self.prompts[number % len(self.prompts)], answer)
 
 
-def made_up_or_read(
+def make_bodies(
     asking: Asking,
     seed: int,
     prompts: list[str] | list[list[Any]] | None,
@@ -140,15 +144,17 @@ def made_up_or_read(
     output_tokens: Lengths,
     vocab_size: int | None,
 ) -> Bodies:
-    """``Rows`` of ``prompts``; where there are none, ``Synthetic``."""
+    """Return ``Rows`` of ``prompts``, or ``Synthetic`` if they are None."""
     if prompts is None:
         return Synthetic(asking, seed, prompt_tokens, output_tokens, vocab_size)
     return Rows(asking, seed, prompts, output_tokens)
 
 
 def read_rows(path: Path, name: str) -> list[Any]:
-    """Field ``name`` (``a.b``: of an object within) of each line of a JSONL file: a prompt, or a chat's messages.
-    Raises ``ValueError``, which names the line."""
+    """Return the field ``name`` of each line of a JSONL file: a prompt, or the messages of a chat.
+
+    The name ``a.b`` is the field ``b`` of the object ``a``. Raises ``ValueError``, which names the line.
+    """
     found = []
     with path.open() as lines:
         for number, line in enumerate(lines, 1):
@@ -168,8 +174,8 @@ def _read(line: str, name: str, where: str) -> str | list[Any]:
         raise ValueError(f"{where} is no JSON: {error}") from None
     for part in name.split("."):
         if not isinstance(value, dict) or part not in value:
-            there = ", ".join(row) if isinstance(row, dict) else "no fields"
-            raise ValueError(f"{where} has no {name!r} (it has {there}): name the prompt's field with --field")
+            names = ", ".join(row) if isinstance(row, dict) else "no fields"
+            raise ValueError(f"{where} has no {name!r} (it has {names}): name the prompt's field with --field")
         value = value[part]
     if not isinstance(value, str | list) or not value:
         raise ValueError(f"{where}: {name!r} is neither text nor a list of messages")

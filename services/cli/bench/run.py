@@ -1,4 +1,4 @@
-"""One start of the command: its server, what it shows, and where its results go."""
+"""A run of the command: it sends loads to a server, and shows and writes the figures."""
 
 import json
 import random
@@ -23,10 +23,10 @@ INTERRUPTED = 130  # the exit status after Ctrl-C
 
 @dataclass
 class Run:
-    """Used by the command's one thread. ``settings`` are the flags as the results hold them."""
+    """A run of a command, used by its only thread."""
 
     command: str
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # the flags, for the results file
     url: str
     model: str
     endpoint: Endpoint
@@ -53,7 +53,7 @@ class Run:
         return cls(command, given, url, model, endpoint, given.pop("clients"), json_to, plot_to)
 
     def warm_up(self, live: Live, body: Bodies, first: int, count: int) -> None:
-        """``count`` requests, which do not count, one after the other. Raises ``ServerError`` if one fails."""
+        """Send ``count`` requests one after the other, which are not measured. Raises ``ServerError`` if one fails."""
         if not count or self.interrupted:
             return
         outcome = self.drive(live, "warming up", Load(body, count, first, concurrency=1), clients=1)
@@ -61,24 +61,26 @@ class Run:
             if reply.error:
                 raise ServerError(f"{self.url} does not serve such requests: {reply.error}")
 
-    def drive(self, live: Live, what: str, load: Load, clients: int | None = None) -> Outcome:
-        """Send a load, unless there was Ctrl-C before."""
-        live.begin(what, load.count)
+    def drive(self, live: Live, title: str, load: Load, clients: int | None = None) -> Outcome:
+        """Send a load, unless Ctrl-C has interrupted the run."""
+        live.begin(title, load.count)
         if self.interrupted:
             return Outcome(interrupted=True)
-        outcome = drive(self.endpoint, load, clients or self.clients, live.told)
+        outcome = drive(self.endpoint, load, clients or self.clients, live.update)
         self.busy, self.interrupted = max(self.busy, outcome.busy), outcome.interrupted
         return outcome
 
-    def tell(self, outcome: Outcome, title: str, *, streamed: bool) -> int:
-        """Show, write and draw the figures of a load; the exit status."""
+    def report(self, outcome: Outcome, title: str, *, streamed: bool) -> int:
+        """Show, write and plot the figures of a load. Return the exit status."""
         replies = [reply for _, reply in outcome.replies]
         figures = Figures.of(replies, streamed=streamed, unfinished=outcome.running if outcome.interrupted else 0)
         show(self.console, title, figures, replies)
-        return self.end(figures.as_json(), replies, title, streamed=streamed, failed=figures.failed)
+        return self.finish(figures.as_json(), replies, title, streamed=streamed, failed=figures.failed)
 
-    def end(self, figures: dict[str, Any], replies: Sequence[Reply], title: str, *, streamed: bool, failed: int) -> int:
-        """Write and draw; the exit status: 1 if requests failed, or none was answered."""
+    def finish(
+        self, figures: dict[str, Any], replies: Sequence[Reply], title: str, *, streamed: bool, failed: int
+    ) -> int:
+        """Write and plot the figures. Return the exit status: 1 if requests failed, or if there is no reply."""
         warn_if_busy(self.console, self.busy)
         if self.json_to is not None:
             head = {"command": self.command, "url": self.url, "model": self.model, "settings": self.settings}
@@ -89,6 +91,6 @@ class Run:
             plot(replies, title, self.plot_to, streamed=streamed)
             self.console.print(f"plot: {self.plot_to}", highlight=False, markup=False)
         if self.interrupted:
-            self.console.print("interrupted: this is what was measured so far")
+            self.console.print("interrupted: these are the figures so far")
             return INTERRUPTED
         return 1 if failed or not replies else 0

@@ -1,4 +1,4 @@
-"""A client process: sends its share of the requests on an event loop, and reports. It imports little, to start soon."""
+"""A client process: sends its share of the requests on an event loop, and reports. It imports little to start fast."""
 
 import asyncio
 import time
@@ -11,34 +11,34 @@ from typing import Any
 from services.cli.bench.exchange import Endpoint, Reply, Sender
 
 Body = dict[str, Any]
-Bodies = Callable[[int], Body]  # by the request's number; they cross to client processes, so they are pickled
+Bodies = Callable[[int], Body]  # returns the body of a request number. Client processes get it pickled
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one process sends."""
+    """The requests that one process sends."""
 
     numbers: Sequence[int]  # of the requests, in order
     body: Bodies
-    due: Sequence[float] | None = None  # seconds from the start, by position; None = as soon as may be
-    concurrency: int | None = None  # at most so many at once; None = any number
-    seconds: float | None = None  # from the start: no request begins later
+    due: Sequence[float] | None = None  # seconds from the start, by position. None: as soon as possible
+    concurrency: int | None = None  # maximum number of running requests. None: no limit
+    seconds: float | None = None  # time after the start at which no further request begins
 
 
 @dataclass
 class Report:
-    """What a process tells since its last report."""
+    """The progress of a process since its last report."""
 
-    client: int  # which process
-    replies: list[tuple[int, Reply]] = field(default_factory=list)  # by the request's number
-    running: int = 0  # requests now
-    arrivals: int = 0  # of text since the last report
-    busy: float | None = None  # its CPU time over the time it took; None = it goes on
-    trouble: str = ""  # why it ended before its time, else empty
+    client: int  # number of the process
+    replies: list[tuple[int, Reply]] = field(default_factory=list)  # request numbers and replies
+    running: int = 0  # requests without a whole reply
+    arrivals: int = 0  # arrivals of text since the last report
+    busy: float | None = None  # share of a core that the process used, in its last report
+    trouble: str = ""  # error that ended the process, or empty
 
 
 def send_share(pipe: Connection) -> None:
-    """The process' program: take a share, say that it is there, wait for the moment, send, and report."""
+    """Run a client process: receive a share, report readiness, receive the start time, send, and report."""
     index, endpoint, share, period_s = pipe.recv()
     try:
         client = _Client(index, pipe, endpoint, share)
@@ -49,7 +49,7 @@ def send_share(pipe: Connection) -> None:
 
 
 class _Client:
-    """What a client process does, on its event loop."""
+    """The sender of a client process, on its event loop."""
 
     def __init__(self, index: int, pipe: Connection, endpoint: Endpoint, share: Share) -> None:
         self._index = index
@@ -58,13 +58,13 @@ class _Client:
         self._share = share
         self._sender = Sender(endpoint)
         self._replies: list[tuple[int, Reply]] = []
-        self._told = 0  # arrivals of text
+        self._reported = 0  # arrivals of text
         at_once = share.due is None and share.concurrency is None
-        # Made before the moment when all of them are needed; else each when it is its turn.
-        self._made = [self._encode(number) for number in share.numbers] if at_once else []
+        # Requests that are sent all at once are encoded before the start. Others are encoded one by one.
+        self._encoded = [self._encode(number) for number in share.numbers] if at_once else []
 
     async def run(self, start: float, period_s: float | None) -> None:
-        """All requests of the share; ``start`` is the moment to begin."""
+        """Send all requests of the share, beginning at ``start``, and report."""
         await asyncio.sleep(start - time.perf_counter())
         cpu = time.process_time()
         reporting = None if period_s is None else asyncio.create_task(self._report_every(period_s))
@@ -85,10 +85,10 @@ class _Client:
                     await asyncio.sleep(start + due - time.perf_counter())
                     group.create_task(self._exchange(number, request))
         else:
-            await asyncio.gather(*map(self._exchange, share.numbers, self._made))
+            await asyncio.gather(*map(self._exchange, share.numbers, self._encoded))
 
     async def _one_by_one(self, numbers: Iterable[int], start: float) -> None:
-        """One of several that draw from the same ``numbers``."""
+        """Send requests one after the other. Several tasks take their numbers from the same iterator."""
         end = None if self._share.seconds is None else start + self._share.seconds
         for number in numbers:
             if end is not None and time.perf_counter() >= end:
@@ -97,7 +97,7 @@ class _Client:
 
     async def _exchange(self, number: int, request: bytes) -> None:
         reply = await self._sender.exchange(request)
-        self._replies.append((number, reply))  # not before: a report takes the list away meanwhile
+        self._replies.append((number, reply))  # read after the await, since a report replaces the list
 
     def _encode(self, number: int) -> bytes:
         return self._endpoint.encode(self._share.body(number))
@@ -109,6 +109,6 @@ class _Client:
 
     def _report(self, busy: float | None = None) -> None:
         replies, self._replies = self._replies, []
-        arrivals = self._sender.arrivals - self._told
-        self._told = self._sender.arrivals
+        arrivals = self._sender.arrivals - self._reported
+        self._reported = self._sender.arrivals
         self._pipe.send(Report(self._index, replies, self._sender.running, arrivals, busy))

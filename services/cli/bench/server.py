@@ -1,4 +1,4 @@
-"""The server that is asked."""
+"""Finds the model of the server to measure."""
 
 import ssl
 
@@ -8,16 +8,16 @@ _TIMEOUT_S = 60.0
 
 
 class ServerError(Exception):
-    """The server cannot be measured. The message says why, and what to do."""
+    """Raised if the server cannot be measured. The message has the reason, and what to do."""
 
 
 def without_version(url: str) -> str:
-    """The server's address, whether ``/v1`` was written behind it or not."""
+    """Return the address of a server without ``/v1`` at its end."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 def served_model(url: str, api_key: str | None = None, ca: str | None = None) -> str:
-    """The first model that the server at ``url`` (without ``/v1``) lists. Raises ``ServerError``."""
+    """Return the first model that the server at ``url`` lists. ``url`` has no ``/v1``. Raises ``ServerError``."""
     headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     try:
         verify = ssl.create_default_context(cafile=ca)
@@ -29,8 +29,8 @@ def served_model(url: str, api_key: str | None = None, ca: str | None = None) ->
     try:
         models = [model["id"] for model in answer.raise_for_status().json()["data"]]
     except (httpx.HTTPStatusError, ValueError, KeyError, TypeError):
-        said = f"{answer.status_code}: {answer.text[:200]}"
-        raise ServerError(f"{url}/v1/models does not list models ({said}): name one with --model") from None
+        reply = f"{answer.status_code}: {answer.text[:200]}"
+        raise ServerError(f"{url}/v1/models does not list models ({reply}): name one with --model") from None
     if not models:
         raise ServerError(f"{url} serves no model yet")
     return str(models[0])

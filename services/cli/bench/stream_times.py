@@ -1,4 +1,4 @@
-"""Streams that begin at the same time: what a token takes when nothing, or so much, runs beside it."""
+"""The times of streams that begin at the same moment."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ HEADINGS = ("streams", "ms per token", "ms to first token", "p99", "tokens/s")
 
 @dataclass(frozen=True)
 class StreamTimes:
-    """Of so many streams at once, over all rounds. Milliseconds; medians, but for the 99th percentile."""
+    """The times of a number of concurrent streams over all rounds: medians, and the 99th percentile of first tokens."""
 
     per_token_ms: float
     first_token_ms: float
@@ -21,14 +21,14 @@ class StreamTimes:
 
     @classmethod
     def of(cls, replies: Sequence[Reply]) -> "StreamTimes | None":
-        """None if no stream was answered with two tokens."""
+        """Return the times of ``replies``, or None if no stream has two tokens."""
         figures = Figures.of(replies, streamed=True)
         first, each = figures.first_token_ms, figures.per_token_ms
         return None if first is None or each is None else cls(each.p50, first.p50, first.p99, figures.failed)
 
     def row(self, count: int) -> tuple[str, ...]:
-        """Of a table under ``HEADINGS``."""
-        # No time at all: every answer came as one text.
+        """Return the row of a table with ``HEADINGS``, for ``count`` concurrent streams."""
+        # The time per token is 0 if every answer arrived as one text.
         rate = 1000 * count / self.per_token_ms if self.per_token_ms else math.inf
         times = (self.per_token_ms, self.first_token_ms, self.first_token_p99_ms)
         return (str(count), *(f"{value:.2f}" for value in times), f"{rate:.0f}")

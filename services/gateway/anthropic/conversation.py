@@ -5,7 +5,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, InvalidValue
 from services.common.text.chat_template import ChatTemplate
 from services.gateway.anthropic.blocks import (
     Block,
@@ -79,10 +79,9 @@ def chat_messages(
     if not messages:
         raise InvalidRequest("messages: there is no content to answer; add text", field="messages")
     if len(messages) > MAX_MESSAGES:
-        raise InvalidRequest(
+        raise InvalidValue(
             f"messages: {len(messages)} messages, with each tool result as one: at most {MAX_MESSAGES}; send fewer",
             field="messages",
-            reason="INVALID_VALUE",
         )
     return messages
 
@@ -111,10 +110,9 @@ def check_prefill(message: Message) -> None:
     """Check that an answer can continue the last message, which is the assistant's. Raises InvalidRequest."""
     if message.tool_calls or not message.text:
         problem = "calls a tool: add a turn of the user with the tool_result" if message.tool_calls else "has no text"
-        raise InvalidRequest(
+        raise InvalidValue(
             f"messages: the last turn is the assistant's, so the answer would continue it, but it {problem}",
             field="messages",
-            reason="INVALID_VALUE",
         )
 
 
@@ -174,8 +172,7 @@ def _lines(blocks: Iterable[TextBlock]) -> str:
 
 
 def _misplaced(path: str, block: Block, role: str) -> InvalidRequest:
-    return InvalidRequest(
+    return InvalidValue(
         f"{path}: a turn of the {role} has no blocks of type {block.type!r}; move it to the turn it belongs to",
         field=path,
-        reason="INVALID_VALUE",
     )

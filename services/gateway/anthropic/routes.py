@@ -43,14 +43,14 @@ async def _create(gateway: Gateway, body: MessagesBody, size: int, caller: Calle
     traits = _traits(gateway, body)
     asked = await ask(gateway, await gateway.text.worked(size, body.chat, traits), caller)
     shape = MessageShape(
-        asked.jobs[0],
+        asked.prompts[0],
         asked.facts,
         asked.make_reader,
         max_tokens=body.max_tokens,
         omit_thinking=body.thinking is not None and body.thinking.display == "omitted",
     )
     headers = _headers(body, traits, caller)
-    return await Answer(gateway, asked.jobs, shape, headers, caller).respond(stream=bool(body.stream))
+    return await Answer(gateway, asked.prompts, shape, headers, caller).respond(stream=bool(body.stream))
 
 
 async def _count(gateway: Gateway, body: CountTokensBody, size: int, caller: Caller) -> Response:

@@ -16,7 +16,8 @@ from services.gateway.openai.gateway import Gateway
 def make_admin_app(gateway: Gateway, observer: Observer) -> ASGIApp:
     """Return the application of ``admin_port`` and of the socket that ``toka`` asks.
 
-    It requires no key: every process that can connect is an operator's. A web page is not.
+    It requires no API key: only an operator's process can connect. Web pages in a browser can connect too, so requests
+    of foreign pages are refused.
     """
     api = FastAPI(title="Tokasaurus, for operators", openapi_url=None, redirect_slashes=False)
     api.state.gateway, api.state.observer, api.state.for_operators = gateway, observer, True

@@ -27,7 +27,7 @@ from services.gateway.openai.gateway import Gateway
 
 log = structlog.get_logger(__name__)
 
-# No client reads it. Logs and metrics show it, as those of nginx do.
+# Status for requests whose client has disconnected. Only logs and metrics show it, like nginx's.
 CLIENT_CLOSED_REQUEST = 499
 REQUEST_ID = "x-request-id"
 
@@ -110,6 +110,8 @@ class _Application:
         await response(scope, receive, send)
 
     def _counting(self, scope: Scope, send: Send) -> Send:
+        """Return ``send`` with a counter of responses, which also adds the request id to their headers."""
+
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._metrics.count_response(getattr(scope.get("route"), "path", "other"), message["status"])
@@ -121,8 +123,10 @@ class _Application:
 
 
 def _check_path(scope: Scope) -> None:
-    """Raise NotFound for a path that is not printable. The pattern of a route may end before a newline, so that
-    "/metrics" and "/metrics\\n" are different strings and the same route."""
+    """Raise NotFound for a path that is not printable.
+
+    The pattern of a route may end before a newline, so "/metrics" and "/metrics\\n" would match the same route.
+    """
     if not scope["path"].isprintable():
         raise NotFound(f"there is no {scope['method']} {scope['path']} here", reason="UNKNOWN_URL")
 

@@ -10,7 +10,7 @@ from services.gateway.anthropic.errors import CREATE
 _SCHEMAS = "#/components/schemas/"
 _ERROR = {
     "title": "Error",
-    "description": "As OpenAI has it.",
+    "description": "The error of OpenAI's API.",
     "type": "object",
     "required": ["error"],
     "properties": {
@@ -28,7 +28,7 @@ _ERROR = {
 }
 _ANTHROPIC_ERROR = {
     "title": "AnthropicError",
-    "description": "As Anthropic has it.",
+    "description": "The error of Anthropic's API.",
     "type": "object",
     "required": ["type", "error", "request_id"],
     "properties": {
@@ -48,7 +48,7 @@ _ANTHROPIC_ERROR = {
 
 
 def describe(api: FastAPI) -> dict[str, Any]:
-    """Return the document of ``api``, which is made once."""
+    """Return the document of ``api``. The first call makes it."""
     if api.openapi_schema is None:
         document = get_openapi(title=api.title, version=api.version, routes=api.routes)
         schemas = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}

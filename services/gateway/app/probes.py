@@ -34,8 +34,8 @@ async def ready(request: Request) -> Response:
     reason = gateway.fleet.trouble
     status, headers = (503, {"retry-after": "1"}) if reason else (200, None)
     if not (request.app.state.for_operators or gateway.guard.tells_all(request.scope)):
-        told = "not ready; operators are told why" if reason else None
-        return response(status, {"ready": not reason, "reason": told}, headers)
+        hint = "not ready; operators are told why" if reason else None
+        return response(status, {"ready": not reason, "reason": hint}, headers)
     replicas = [
         {
             "address": replica.address,

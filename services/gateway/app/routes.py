@@ -1,4 +1,4 @@
-"""The table of routes: which routers a port has, and what follows from their routes.
+"""The table of routes: the routers of each port, and the data that is derived from their routes.
 
 Routing, the scope that a request needs, the labels of metrics and ``/openapi.json`` are all derived from the routers.
 An endpoint is added to the router of its module. A module with a new router is added here.
@@ -47,13 +47,13 @@ class RouteTable:
     """The routes of the public port."""
 
     def __init__(self, api: FastAPI, *, with_operators: bool) -> None:
-        """Add the routers to ``api``, those for operators only ``with_operators``."""
+        """Add the routers to ``api``. Those for operators are added only if ``with_operators``."""
         self._routes: list[BaseRoute] = list(api.routes)
         self._scopes: dict[str, str | None] = {}
         self._patterns: list[tuple[APIRoute, str | None]] = []  # with path parameters, and another scope than INFERENCE
         self.endpoints: dict[str, Callable[[Request], Awaitable[Response]]] = {}  # of POST, by path
         for router in (*CLIENT_ROUTERS, *OPERATOR_ROUTERS):
-            self._note_scopes(router)
+            self._add_scopes(router)
             if router not in OPERATOR_ROUTERS or with_operators:
                 api.include_router(router)
                 self._add(_api_routes(router))
@@ -70,7 +70,7 @@ class RouteTable:
 
     @property
     def documented_paths(self) -> list[str]:
-        """The paths in ``/openapi.json``, whatever port they are on."""
+        """Paths in ``/openapi.json`` of all ports."""
         routers = (*CLIENT_ROUTERS, *OPERATOR_ROUTERS)
         routes = [route for router in routers for route in _api_routes(router) if route.include_in_schema]
         return list(dict.fromkeys(route.path for route in routes))
@@ -80,7 +80,7 @@ class RouteTable:
         found = [route for route in self._routes if route.matches(scope)[0] is not Match.NONE]
         return {method for route in found for method in getattr(route, "methods", None) or ()}
 
-    def _note_scopes(self, router: Router) -> None:
+    def _add_scopes(self, router: Router) -> None:
         for route in _api_routes(router):
             if "{" not in route.path:
                 self._scopes[route.path] = router.scope

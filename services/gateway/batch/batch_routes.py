@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 from fastapi import Request, Response
 from pydantic import Field
 
-from services.common.errors import AlreadyExists, InvalidRequest, NotFound
+from services.common.errors import AlreadyExists, InvalidValue, NotFound
 from services.gateway.batch.requests import BATCHABLE
-from services.gateway.batch.service import BatchService
 from services.gateway.http.errors import response
 from services.gateway.http.idempotency import fingerprint
 from services.gateway.http.request import Posted, read_body, read_caller
@@ -30,7 +29,7 @@ router = Router(head=False)
 
 
 class OutputExpiresAfter(Body):
-    """The lifetime of a batch's output files."""
+    """The lifetime of a Batch job's output files."""
 
     anchor: Literal["created_at"] = Field(description="The time is counted from the creation of the files.")
     seconds: Annotated[int, Field(ge=3600, le=30 * 24 * 3600)]
@@ -52,27 +51,26 @@ class BatchBody(Body):
 
 @router.post("/v1/batches", openapi_extra=takes(BatchBody.model_json_schema()))
 async def create_batch(request: Request) -> Response:
-    """Create a batch."""
+    """Create a Batch job."""
     gateway = request.app.state.gateway
     raw = await read_body(request, gateway.config.max_body_bytes)
     body, caller = await parse_large(gateway.text, Posted(raw), BatchBody), read_caller(request)
     ignored = ignored_header(body)
-    place = await opened(request)
+    store = await opened(request)
     if body.endpoint not in BATCHABLE:
-        raise InvalidRequest(
+        raise InvalidValue(
             f"invalid value for 'endpoint': expected one of {', '.join(BATCHABLE)} (got {body.endpoint[:64]!r})",
             field="endpoint",
-            reason="INVALID_VALUE",
         )
     created_at, expires, batch_id = now(), body.output_expires_after, new_id("batch_")
     if caller.idempotency_key:
         asked = fingerprint(request.url.path, raw)
-        batch_id = "batch_" + await place.tries.name(caller.owner, caller.idempotency_key, asked)
+        batch_id = "batch_" + await store.tries.name(caller.owner, caller.idempotency_key, asked)
         with contextlib.suppress(NotFound):
-            return response(200, batch_object(await place.batches.get(batch_id, caller.owner)), ignored)
+            return response(200, batch_object(await store.batches.get(batch_id, caller.owner)), ignored)
     batch = StoredBatch(
         id=batch_id,
-        pool=place.pool,
+        pool=store.pool,
         endpoint=body.endpoint,
         input_file_id=body.input_file_id,
         completion_window=body.completion_window,
@@ -86,20 +84,20 @@ async def create_batch(request: Request) -> Response:
         total=0,
     )
     try:
-        shown = await place.batches.create(batch)
-    except AlreadyExists:  # another try was faster
-        shown = await place.batches.get(batch_id, caller.owner)
-    _service(request).look()
+        shown = await store.batches.create(batch)
+    except AlreadyExists:  # a concurrent retry of the same request created it
+        shown = await store.batches.get(batch_id, caller.owner)
+    request.app.state.batches.look()
     return response(200, batch_object(shown), ignored)
 
 
 @router.get("/v1/batches", openapi_extra=parameters(AFTER, limit(MAX_PAGE)))
 async def list_batches(request: Request) -> Response:
-    """List batches, the newest first."""
+    """List Batch jobs, the newest first."""
     query = Query(request)
     most = query.number("limit", 20, 1, MAX_PAGE)
-    place = await opened(request)
-    batches, has_more = await place.batches.page(
+    store = await opened(request)
+    batches, has_more = await store.batches.page(
         key_name=read_caller(request).owner, after=query.text("after"), limit=most
     )
     return response(200, page([batch_object(shown) for shown in batches], has_more))
@@ -107,19 +105,14 @@ async def list_batches(request: Request) -> Response:
 
 @router.get("/v1/batches/{batch_id}")
 async def get_batch(request: Request, batch_id: str) -> Response:
-    """Return a batch, with its progress."""
+    """Return a Batch job, with its progress."""
     return response(200, batch_object(await (await opened(request)).batches.get(batch_id, read_caller(request).owner)))
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(request: Request, batch_id: str) -> Response:
-    """Cancel a batch. The results so far can be downloaded."""
-    place = await opened(request)
-    shown = await place.batches.cancel(batch_id, read_caller(request).owner)
-    _service(request).look()
+    """Cancel a Batch job. The results so far can be downloaded."""
+    store = await opened(request)
+    shown = await store.batches.cancel(batch_id, read_caller(request).owner)
+    request.app.state.batches.look()
     return response(200, batch_object(shown))
-
-
-def _service(request: Request) -> BatchService:
-    service: BatchService = request.app.state.batches
-    return service

@@ -1,4 +1,4 @@
-"""Validates, runs and finishes batches in the background of a gateway, beside the other gateways of the store."""
+"""Validates, runs and finishes Batch jobs in the background of a gateway. Several gateways may share one store."""
 
 import asyncio
 import contextlib
@@ -20,17 +20,24 @@ from services.gateway.store.work import Candidate, ChunkKey
 
 log = structlog.get_logger(__name__)
 
-POLL_S = 1.0  # how late work of other gateways, or that they left, is found
+# Interval at which the store is searched for work that other gateways created or left unfinished.
+POLL_S = 1.0
 CLEAN_UP_S = 60.0
 _PURGE_PAUSE_S = 0.01
 _RETRY_S = 1.0  # after the store did not answer
-MAX_PHASES = 8  # batches that a gateway validates at once, and as many that it finishes, each of another key
-_LEASE_TRIES = 8  # batches in a look: other gateways may lease the last chunks of the first ones meanwhile
+# Maximum number of Batch jobs that a gateway validates at the same time, and of those that it finishes, each of
+# another fairness key.
+MAX_PHASES = 8
+# Batch jobs that a search tries to lease from: other gateways may lease the last chunks of the first ones meanwhile.
+_LEASE_TRIES = 8
 
 
 class Executor:
-    """Lives on the gateway's event loop between ``start`` and ``stop``. Only lines are ever cancelled: whatever talks
-    to the store goes on to its end, and looks whether to stop between one thing and the next."""
+    """The Batch work of one gateway, on its event loop, between ``start`` and ``stop``.
+
+    Only tasks of lines are cancelled. A task that uses the store completes each operation, and checks for ``stop``
+    before the next one.
+    """
 
     def __init__(
         self,
@@ -55,7 +62,7 @@ class Executor:
         self._checking = asyncio.Lock()  # held by the validation that computes
         self._stopping = False
         self._work, self._beat_now, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._writing = asyncio.Lock()  # our transactions on several chunks, one at a time
+        self._writing = asyncio.Lock()  # held by a transaction on several chunks: one of this gateway runs at a time
         self._tasks: list[asyncio.Task[None]] = []
         self._spawned: set[asyncio.Task[None]] = set()
 
@@ -65,13 +72,13 @@ class Executor:
         self._tasks = [asyncio.create_task(self._forever(loop), name=f"batch {loop.__name__}") for loop in loops]
 
     def look(self) -> None:
-        """There may be something new to do, or to stop."""
+        """Search for new work, and for cancelled Batch jobs, now instead of at the next interval."""
         self._work.set()
         self._runner.room.set()
         self._beat_now.set()
 
     async def stop(self) -> None:
-        """Stop running lines, keep the results there are, and leave the rest to others at once."""
+        """Cancel running lines, store the results so far, and release the leases for other gateways."""
         self._stopping = True
         self._over.set()
         for chunk in self._chunks.values():
@@ -87,7 +94,7 @@ class Executor:
             await self._leases.release()
 
     async def _forever(self, step: Callable[[], Awaitable[None]]) -> None:
-        """Call ``step`` again and again, whatever it raises. The log has each of its exceptions once in a row."""
+        """Call ``step`` repeatedly until ``stop``. An exception does not end the loop; it is logged once in a row."""
         logged = ""
         while not self._stopping:
             try:
@@ -105,16 +112,18 @@ class Executor:
     # Validating and finishing.
 
     async def _lead(self) -> None:
-        batch = await self._leases.claim_batch(self._wants)
+        """Start a phase of another Batch job, or wait for one."""
+        batch = await self._leases.claim_batch(self._may_begin)
         if batch is not None and not self._stopping:
             self._phases[batch.seq] = batch
             self._spawn(self._phase(batch))
             return
         await _wait(self._work, POLL_S)
 
-    def _wants(self, candidate: Candidate) -> bool:
+    def _may_begin(self, candidate: Candidate) -> bool:
         """Return whether to begin a phase of the candidate: one of each kind for a key, and ``MAX_PHASES`` in all."""
-        keys = [batch.fairness_key for batch in self._phases.values() if _is_validating(batch) == candidate.validating]
+        phases = self._phases.values()
+        keys = [each.fairness_key for each in phases if (each.status == VALIDATING) == candidate.validating]
         return candidate.key not in keys and len(keys) < MAX_PHASES
 
     @contextlib.asynccontextmanager
@@ -128,13 +137,15 @@ class Executor:
     async def _phase(self, batch: StoredBatch) -> None:
         log.info("batch", id=batch.id, status=batch.status, attempt=batch.attempt)
         try:
-            if _is_validating(batch):
+            if batch.status == VALIDATING:
                 await validate(batch, self._leases, self._blobs, self._max_body_bytes, self._validation_turn)
             else:
                 await finish(batch, self._leases, self._blobs)
         except (LeaseLost, Unavailable) as error:
             if not isinstance(error, StoreUnavailable):
-                log.info("batch given back", id=batch.id, reason=str(error) or "it is not ours, or has ended")
+                log.info(
+                    "batch given back", id=batch.id, reason=str(error) or "another gateway has it, or it has ended"
+                )
             with contextlib.suppress(Unavailable):
                 await self._leases.give_back(batch)
             await asyncio.sleep(_RETRY_S if isinstance(error, Unavailable) else 0)
@@ -152,7 +163,7 @@ class Executor:
     # Running lines.
 
     async def _fill(self) -> None:
-        """Lease another chunk whenever there will soon be slots for it."""
+        """Lease another chunk as soon as the runner has room for one."""
         if not self._runner.has_room:
             self._runner.room.clear()
             await self._runner.room.wait()
@@ -168,8 +179,10 @@ class Executor:
             self._spawn(self._run(chunk))
 
     async def _next_lease(self) -> ChunkLease | None:
-        """Lease a chunk of the key whose turn it is. A chunk that runs is not leased again, also if a heartbeat is
-        late."""
+        """Lease a chunk of the key whose turn it is. Return None if there is none.
+
+        A chunk that runs here is not leased again, even if its heartbeat is late.
+        """
         runnable = await self._leases.runnable(self._runner.full(), self._chunks)
         for seq in runnable[:_LEASE_TRIES]:
             lease = await self._leases.lease_chunk(seq, self._chunks)
@@ -180,7 +193,7 @@ class Executor:
     async def _run(self, chunk: RunningChunk) -> None:
         key, batch = chunk.lease.key, chunk.lease.batch
         try:
-            if not chunk.left:  # all done, but for its end, which the next heartbeat would miss
+            if not chunk.left:  # every result is stored, but the chunk is not closed: no later result would close it
                 await self._end_chunk(key)
             await self._runner.start(chunk)
         except TokaError as error:
@@ -193,9 +206,10 @@ class Executor:
             self._drop(key)
             log.exception("batch lines cannot be begun", id=batch.id)
 
-    # Keeping what came out.
+    # Storing results.
 
     async def _commit(self) -> None:
+        """Wait for results, and store them."""
         await self._runner.news.wait()
         self._runner.news.clear()
         await self._commit_outcomes()
@@ -212,7 +226,7 @@ class Executor:
             self._runner.kept(results)
 
     async def _keep(self, by_chunk: dict[ChunkKey, list[Outcome]]) -> None:
-        """What cannot be kept, though the store answers, is given up with its chunk, whose lines run again."""
+        """Store results. If the store rejects those of a chunk, drop the chunk, whose lines then run again."""
         try:
             lost = await self._committed(by_chunk)
         except Unavailable:
@@ -223,7 +237,7 @@ class Executor:
                     await self._keep({key: results})
                 return
             lost = {*by_chunk}
-            log.exception("results of a batch cannot be kept", chunks=[*by_chunk])
+            log.exception("results of a batch cannot be stored", chunks=[*by_chunk])
         for key, results in by_chunk.items():
             if key in lost:
                 self._drop(key)
@@ -231,7 +245,7 @@ class Executor:
                 self._done(key, {result.line for result in results})
 
     async def _committed(self, by_chunk: dict[ChunkKey, list[Outcome]]) -> set[ChunkKey]:
-        """Waits for the store, unless we stop. Returns chunks that are not ours any more."""
+        """Store results, and retry until the store answers or ``stop``. Return the chunks whose lease was lost."""
         while True:
             try:
                 async with self._writing:
@@ -242,7 +256,7 @@ class Executor:
                 await asyncio.sleep(_RETRY_S)
 
     def _done(self, key: ChunkKey, lines: set[int]) -> None:
-        """``lines`` of a chunk are kept; with the last of them it is over."""
+        """Record that the results of ``lines`` are stored. Drop the chunk after its last line."""
         chunk = self._chunks.get(key)
         if chunk is None:
             return
@@ -258,13 +272,14 @@ class Executor:
         self._work.set()
 
     def _drop(self, key: ChunkKey) -> None:
-        """A chunk is done, or not ours any more, or nobody wants it."""
+        """Stop running a chunk: it is done, its lease was lost, or its Batch job has ended."""
         if (chunk := self._chunks.pop(key, None)) is not None:
             chunk.drop()
 
-    # Staying alive in the store.
+    # Heartbeats.
 
     async def _beat(self) -> None:
+        """Renew the leases, and drop the chunks whose lease was lost or whose Batch job has ended."""
         await _wait(self._beat_now, HEARTBEAT_S)
         if not self._chunks and not self._phases:
             return
@@ -285,7 +300,7 @@ class Executor:
             self._work.set()
 
     async def _clean_up(self) -> None:
-        """Delete what is no longer needed, in small transactions with pauses for others."""
+        """Delete expired rows and files, in small transactions with pauses for other work."""
         for step in (self._leases.purge, self._forget_files, self._expiring.forget_expired, self._tries.forget_expired):
             while await step():
                 if await _set_within(self._over, _PURGE_PAUSE_S):
@@ -305,7 +320,7 @@ class Executor:
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
-    """Until ``event`` is set, for ``seconds`` at most; then it is cleared."""
+    """Wait until ``event`` is set, for ``seconds`` at most, and clear it."""
     await _set_within(event, seconds)
     event.clear()
 
@@ -315,7 +330,3 @@ async def _set_within(event: asyncio.Event, seconds: float) -> bool:
         async with asyncio.timeout(seconds):
             await event.wait()
     return event.is_set()
-
-
-def _is_validating(batch: StoredBatch) -> bool:
-    return batch.status == VALIDATING

@@ -11,7 +11,7 @@ from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from services.common.errors import AlreadyExists, InvalidRequest
+from services.common.errors import AlreadyExists, InvalidRequest, InvalidValue
 from services.gateway.batch.upload import Form, receive_form
 from services.gateway.http.errors import response
 from services.gateway.http.idempotency import fingerprint
@@ -26,7 +26,7 @@ from services.gateway.store.tables import StoredFile
 
 MAX_PAGE = 10_000
 _DOWNLOAD_BLOCK_BYTES = 64 * 1024  # at most three blocks of each client are in memory
-EXPIRES_S = (3600, 30 * 24 * 3600)  # what OpenAI takes
+EXPIRES_S = (3600, 30 * 24 * 3600)  # the range of OpenAI's API
 UPLOAD_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["file", "purpose"],
@@ -56,38 +56,38 @@ router = Router(head=False)
 async def upload_file(request: Request) -> Response:
     """Store a file."""
     caller = read_caller(request)
-    place = await opened(request)
-    async with place.transfers.running(caller.owner):
-        return await _keep(request, caller, place)
+    store = await opened(request)
+    async with store.transfers.running(caller.owner):
+        return await _receive(request, caller, store)
 
 
-async def _keep(request: Request, caller: Caller, place: OpenStore) -> Response:
-    record = await place.files.begin_upload()
-    writer = await place.blobs.create(record.blob)
+async def _receive(request: Request, caller: Caller, store: OpenStore) -> Response:
+    record = await store.files.begin_upload()
+    writer = await store.blobs.create(record.blob)
     try:
         digest = hashlib.sha256() if caller.idempotency_key else None
-        form = await receive_form(request, writer, digest)
+        form = await receive_form(request, writer, digest.update if digest is not None else None)
         done = _described(form, writer.bytes, caller.owner)
         if digest is not None:
             asked = fingerprint(request.url.path, digest.digest(), done.filename, repr(sorted(form.fields.items())))
-            done.id = "file-" + await place.tries.name(caller.owner, caller.idempotency_key, asked)
+            done.id = "file-" + await store.tries.name(caller.owner, caller.idempotency_key, asked)
         await writer.close()
     except BaseException:
         await writer.abandon()
-        await _forget(place, record)
+        await _discard(store, record)
         raise
     try:
-        kept = await place.files.finish_upload(record, done)
-    except AlreadyExists:  # by an earlier try
-        await _forget(place, record)
-        kept = await place.files.get(done.id, caller.owner)
+        stored = await store.files.finish_upload(record, done)
+    except AlreadyExists:  # an earlier try of the same request stored it
+        await _discard(store, record)
+        stored = await store.files.get(done.id, caller.owner)
     unknown = [name for name in form.fields if name not in UPLOAD_SCHEMA["properties"]]
-    return response(200, file_object(kept), ignored_names(unknown))
+    return response(200, file_object(stored), ignored_names(unknown))
 
 
-async def _forget(place: OpenStore, record: StoredFile) -> None:
-    await place.blobs.delete(record.blob)
-    await place.files.discard(record)
+async def _discard(store: OpenStore, record: StoredFile) -> None:
+    await store.blobs.delete(record.blob)
+    await store.files.discard(record)
 
 
 @router.get("/v1/files", openapi_extra=parameters(AFTER, limit(MAX_PAGE), ORDER, _PURPOSE))
@@ -96,8 +96,8 @@ async def list_files(request: Request) -> Response:
     query = Query(request)
     most = query.number("limit", MAX_PAGE, 1, MAX_PAGE)
     order = query.one_of("order", ("desc", "asc"))
-    place = await opened(request)
-    files, has_more = await place.files.page(
+    store = await opened(request)
+    files, has_more = await store.files.page(
         key_name=read_caller(request).owner,
         after=query.text("after"),
         limit=most,
@@ -116,35 +116,38 @@ async def get_file(request: Request, file_id: str) -> Response:
 @router.get("/v1/files/{file_id}/content", response_class=Response, responses=_CONTENT)
 async def get_file_content(request: Request, file_id: str) -> Response:
     """Return the content of a file."""
-    place = await opened(request)
-    file = await place.files.get(file_id, read_caller(request).owner)
+    store = await opened(request)
+    file = await store.files.get(file_id, read_caller(request).owner)
     headers = {
         "content-length": str(file.bytes),
         "content-disposition": f"attachment; filename*=utf-8''{quote(file.filename, safe='')}",
     }
     async with contextlib.AsyncExitStack() as stack:
-        await stack.enter_async_context(place.transfers.running(file.key_name))
-        content = await stack.enter_async_context(aclosing(place.blobs.stream(file.blob, _DOWNLOAD_BLOCK_BYTES)))
+        await stack.enter_async_context(store.transfers.running(file.key_name))
+        content = await stack.enter_async_context(aclosing(store.blobs.stream(file.blob, _DOWNLOAD_BLOCK_BYTES)))
         return _Download(await anext(content, b""), content, headers, stack.pop_all())
 
 
 @router.delete("/v1/files/{file_id}")
 async def delete_file(request: Request, file_id: str) -> Response:
     """Delete a file and its content."""
-    place: OpenStore = await opened(request)
-    await place.blobs.delete(await place.files.delete(file_id, read_caller(request).owner))
+    store = await opened(request)
+    await store.blobs.delete(await store.files.delete(file_id, read_caller(request).owner))
     return response(200, {"id": file_id, "object": "file", "deleted": True})
 
 
 class _Download(StreamingResponse):
-    """Sends ``first``, which was read before the status is sent, and then ``rest``. At its end it closes ``held``."""
+    """A response that sends ``first``, then ``rest``, and closes ``resources`` at its end.
+
+    ``first`` is read before the status is sent, so that an unreadable file is an error response.
+    """
 
     def __init__(
         self,
         first: bytes,
         rest: AsyncGenerator[bytes, None],
         headers: dict[str, str],
-        held: contextlib.AsyncExitStack,
+        resources: contextlib.AsyncExitStack,
     ) -> None:
         async def content() -> AsyncGenerator[bytes, None]:
             yield first
@@ -152,10 +155,10 @@ class _Download(StreamingResponse):
                 yield block
 
         super().__init__(content(), headers=headers, media_type="application/octet-stream")
-        self._held = held
+        self._resources = resources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._held:
+        async with self._resources:
             await super().__call__(scope, receive, send)
 
 
@@ -168,19 +171,17 @@ def _described(form: Form, size: int, key_name: str) -> StoredFile:
     if purpose is None:
         raise InvalidRequest("missing required parameter: 'purpose'", field="purpose", reason="MISSING_PARAMETER")
     if purpose not in PURPOSES:
-        raise InvalidRequest(
+        raise InvalidValue(
             f"invalid value for 'purpose': expected one of {', '.join(PURPOSES)} (got {purpose[:64]!r})",
             field="purpose",
-            reason="INVALID_VALUE",
         )
     expires_after, seconds = None, fields.get("expires_after[seconds]")
     if seconds is not None:
         expires_after = whole_number("expires_after[seconds]", seconds, *EXPIRES_S)
     if (anchor := fields.get("expires_after[anchor]", "created_at")) != "created_at":
-        raise InvalidRequest(
+        raise InvalidValue(
             f"invalid value for 'expires_after[anchor]': expected created_at (got {anchor[:64]!r})",
             field="expires_after[anchor]",
-            reason="INVALID_VALUE",
         )
     if seconds is None and "expires_after[anchor]" in fields:
         raise InvalidRequest(

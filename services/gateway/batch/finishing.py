@@ -1,4 +1,4 @@
-"""From results to the output file and the error file, and the end of a batch."""
+"""The end of a Batch job: its results become the output file and the error file."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -13,16 +13,21 @@ from services.gateway.store.leases import Leases
 from services.gateway.store.tables import CANCELLED, EXPIRED, StoredBatch, StoredFile
 
 _RESULTS_AT_ONCE = 64
-_NEVER_RUN = {
+_KINDS = ("output", "error")
+# Code and message for requests that were not run, by the reason why the Batch job ended.
+_NOT_RUN = {
     EXPIRED: ("batch_expired", "This request could not be executed before the completion window expired."),
     CANCELLED: ("batch_cancelled", "This request was not executed before the batch was cancelled."),
 }
 
 
 async def finish(batch: StoredBatch, leases: Leases, blobs: Blobs) -> None:
-    """Write what there is, in the order of the input. Raises ``LeaseLost``, or ``Unavailable``."""
+    """Write the two files, in the order of the input, and end ``batch``.
+
+    Raises ``LeaseLost``, ``Unavailable`` if the store does not answer, or ``Internal`` if lines are missing.
+    """
     counts = await leases.close_chunks(batch)
-    names = [_blob_name(batch, kind, batch.attempt) for kind in ("output", "error")]
+    names = _blob_names(batch, batch.attempt)
     writers = [await blobs.create(name) for name in names]
     try:
         written = await _write(batch, leases, blobs, counts, *writers)
@@ -35,32 +40,30 @@ async def finish(batch: StoredBatch, leases: Leases, blobs: Blobs) -> None:
         await writer.close()
     if written != counts.total:
         raise Internal(f"batch {batch.id} has {counts.total} lines, and {written} were written")
-    files = [_record(batch, writer, name) for writer, name in zip(writers, names, strict=True)]
+    files = [_record(batch, *each) for each in zip(_KINDS, writers, names, strict=True)]
     await leases.finish(batch, counts, *files)
     for file, name in zip(files, names, strict=True):
         if file is None:
             await blobs.delete(name)
-    for attempt in range(1, batch.attempt):  # what those who died have left
-        for kind in ("output", "error"):
-            await blobs.delete(_blob_name(batch, kind, attempt))
+    for attempt in range(1, batch.attempt):  # gateways that exited meanwhile have left their files
+        for name in _blob_names(batch, attempt):
+            await blobs.delete(name)
 
 
 async def _write(
     batch: StoredBatch, leases: Leases, blobs: Blobs, counts: Counts, output: BlobWriter, error: BlobWriter
 ) -> int:
-    """Returns how many lines it wrote."""
+    """Write a line for each line of the input file. Return the number of lines written."""
     written = 0
-    results = _results(batch, leases)
-    async with aclosing(results):
+    async with aclosing(_results(batch, leases)) as results:
         if counts.completed + counts.failed == counts.total:
             async for _, ok, body in results:
                 await (output if ok else error).write(body)
                 written += 1
             return written
-        reason = _NEVER_RUN[batch.ending or CANCELLED]
+        reason = _NOT_RUN[batch.ending or CANCELLED]
         ready = await anext(results, None)
-        lines = _all_lines(batch, blobs)
-        async with aclosing(lines):
+        async with aclosing(_all_lines(batch, blobs)) as lines:
             async for number, text in lines:
                 if ready is not None and ready[0] == number:
                     await (output if ready[1] else error).write(ready[2])
@@ -72,6 +75,7 @@ async def _write(
 
 
 async def _results(batch: StoredBatch, leases: Leases) -> AsyncGenerator[tuple[int, bool, bytes], None]:
+    """Yield the line number, success and file line of each result, in the order of the input."""
     after = -1
     while some := await leases.results(batch, after, _RESULTS_AT_ONCE):
         for result in some:
@@ -80,18 +84,17 @@ async def _results(batch: StoredBatch, leases: Leases) -> AsyncGenerator[tuple[i
 
 
 async def _all_lines(batch: StoredBatch, blobs: Blobs) -> AsyncGenerator[tuple[int, bytes], None]:
-    blocks = read_lines(blobs, batch.input_blob, 2**40)
-    async with aclosing(blocks):
+    """Yield the number and the text of each line of the input file."""
+    async with aclosing(read_lines(blobs, batch.input_blob, 2**40)) as blocks:
         async for block in blocks:
             for line in block:
                 yield line.number, line.text
 
 
-def _record(batch: StoredBatch, writer: BlobWriter, blob: str) -> StoredFile | None:
-    """The file; None for an empty one, as OpenAI has it."""
+def _record(batch: StoredBatch, kind: str, writer: BlobWriter, blob: str) -> StoredFile | None:
+    """Return the record of a file, or None for an empty file, which OpenAI's API leaves out."""
     if not writer.bytes:
         return None
-    kind = "output" if "-output-" in blob else "error"
     return new_file(
         f"{batch.id}_{kind}.jsonl",
         BATCH_OUTPUT,
@@ -102,5 +105,5 @@ def _record(batch: StoredBatch, writer: BlobWriter, blob: str) -> StoredFile | N
     )
 
 
-def _blob_name(batch: StoredBatch, kind: str, attempt: int) -> str:
-    return f"{batch.id}-{kind}-{attempt}"
+def _blob_names(batch: StoredBatch, attempt: int) -> list[str]:
+    return [f"{batch.id}-{kind}-{attempt}" for kind in _KINDS]

@@ -25,7 +25,7 @@ _RESERVED = 16  # one in 16 slots is for keys that run few lines
 
 
 class Result(NamedTuple):
-    """The outcome of a line. It has its slot until it is in the store."""
+    """The outcome of a line. It occupies its slot until it is in the store."""
 
     chunk: ChunkKey
     outcome: Outcome
@@ -49,10 +49,10 @@ class RunningChunk:
 
 
 class LineRunner:
-    """Runs the lines of an executor's chunks. Lives on its event loop.
+    """Runs the lines of an executor's chunks, on its event loop.
 
-    Keys share the slots: see ``Slots``. A key leases the next chunk when fewer than a chunk's lines wait for slots, so
-    that a free slot finds a line of every key that has one.
+    Keys share the slots: see ``Slots``. The next chunk of a key is leased when fewer lines of the key than one chunk
+    has wait for slots. A free slot therefore finds a waiting line of every key that has unfinished lines.
     """
 
     def __init__(self, blobs: Blobs, requests: Requests, lines: Lines, concurrency: int) -> None:
@@ -74,11 +74,11 @@ class LineRunner:
 
     @property
     def has_room(self) -> bool:
-        """Whether another chunk may be leased, of a key that is not ``full``."""
+        """Permission to lease another chunk, of a key that is not ``full``."""
         return len(self._unstarted.keys() - (+self._crowded).keys()) < _WAITING_KEYS
 
     def full(self) -> list[str]:
-        """Return the keys of which no further chunk would run soon."""
+        """Return the keys that should lease no further chunk: enough of their lines wait already."""
         return [*{key for key in self._unstarted if self.waiting(key) >= CHUNK_LINES} | (+self._crowded).keys()]
 
     def waiting(self, key: str) -> int:
@@ -91,7 +91,7 @@ class LineRunner:
         return results
 
     def kept(self, results: Iterable[Result]) -> None:
-        """Return the slots of ``results``, which are in the store or are not needed."""
+        """Give back the slots of ``results``, which are in the store or are not needed."""
         for result in results:
             result.slot.give_back()
 
@@ -101,11 +101,13 @@ class LineRunner:
         return RunningChunk(lease, set(lease.lines[:, 0].tolist()))
 
     async def start(self, chunk: RunningChunk) -> None:
-        """Start each of the chunk's lines in a task of its own when it gets a slot. Raises ``TokaError`` if the lines
-        cannot be read."""
+        """Start each line of the chunk in its own task when it gets a slot.
+
+        Raises ``TokaError`` if the lines cannot be read.
+        """
         batch, left = chunk.lease.batch, len(chunk.lease.lines)
         try:
-            # A key's lines may wait for long, so that few of them are in memory meanwhile.
+            # Lines may wait for a long time. Reading them in small blocks keeps the memory for them small.
             for some in chunks_by_size(chunk.lease.lines.tolist(), lambda line: int(line[2]), BLOCK_BYTES):
                 ranges = [(offset, size) for _, offset, size in some]
                 texts = await self._blobs.read_ranges(batch.input_blob, ranges)

@@ -1,4 +1,4 @@
-"""The lines of an input file: read a block at a time, checked, and given a key to sort them by."""
+"""The lines of an input file: read in blocks, checked, and given a key to sort them by."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -12,25 +12,25 @@ from services.common.batch_line import InvalidLine, UsedIds, is_large, parse_lin
 from services.gateway.store.blobs import Blobs
 
 MAX_LINES = 100_000
-MAX_ERRORS = 100  # of a batch; further ones are not reported
-_KEY_BYTES = 1024  # of a prompt's beginning
+MAX_ERRORS = 100  # reported for one Batch job
+_KEY_BYTES = 1024  # of the beginning of a prompt
 
 
 async def parse(text: bytes) -> Any:
-    """Return the JSON value of a line, parsed in a thread if it is large. Raises as ``parse_line``."""
+    """Return the JSON value of a line, parsed in a thread if it is large. Raises the errors of ``parse_line``."""
     return await asyncio.to_thread(parse_line, text) if is_large(text) else parse_line(text)
 
 
 class RawLine(NamedTuple):
-    """Where it lies in the file, and what it says. Lines count from 1."""
+    """A line of the input file, without its line end."""
 
-    number: int
-    offset: int
+    number: int  # the first line is 1
+    offset: int  # bytes before it in the file
     text: bytes
 
 
 class LineTooLong(Exception):
-    """More bytes than any request may have."""
+    """Raised for a line with more bytes than a request may have."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -42,8 +42,7 @@ async def read_lines(
 ) -> AsyncGenerator[list[RawLine], None]:
     """Yield every line that is not empty, at most ``most_lines`` together. Raises ``LineTooLong``."""
     splitter = _Splitter(most_lines)
-    blocks = blobs.stream(name)
-    async with aclosing(blocks):
+    async with aclosing(blobs.stream(name)) as blocks:
         async for block in blocks:
             splitter.add(block)
             while (some := await blobs.in_thread(splitter.take)) is not None:
@@ -61,20 +60,23 @@ class _Splitter:
 
     def __init__(self, most: int) -> None:
         self.number = 0  # of the last line that was taken
+        self.rest_bytes = 0  # size of ``_rest``
         self._most = most
         self._offset = 0  # of the first byte of ``_block`` in the file
         self._block = b""
-        self._at = 0  # in ``_block``: the first byte that was not taken
+        self._at = 0  # index in ``_block`` of the first byte that was not taken
         self._rest: list[bytes] = []  # parts of a line whose end has not been read
-        self.rest_bytes = 0
 
     def add(self, block: bytes) -> None:
-        """Add the next block. All lines of the one before have been taken."""
+        """Add the next block. All lines of the previous block have been taken."""
         self._offset += len(self._block)
         self._block, self._at = block, 0
 
     def take(self) -> list[RawLine] | None:
-        """Return those of the next ``most`` lines of the block that are not empty, or None if no further line ends."""
+        """Return the next lines of the block that are not empty, or None if no further line ends in it.
+
+        At most ``most`` lines are taken, empty ones included.
+        """
         found: list[RawLine] = []
         for taken in range(self._most):
             end = self._block.find(b"\n", self._at)
@@ -103,9 +105,9 @@ class _Splitter:
 
 @dataclass
 class LineChecker:
-    """What a batch file must fulfil as a whole: each line a request to ``endpoint``, with a name of its own.
+    """Checks the rules for a whole input file: each line is a request to ``endpoint`` with a unique ``custom_id``.
 
-    Whatever is in a body is the request's own affair, and fails with it alone.
+    Bodies are not checked: a request with an invalid body fails alone, when it runs.
     """
 
     endpoint: str
@@ -115,7 +117,7 @@ class LineChecker:
     _used: UsedIds = field(default_factory=UsedIds)
 
     def check(self, line: RawLine) -> bytes | None:
-        """The line's sort key; None if something is wrong with it, which is in ``errors`` then."""
+        """Return the line's sort key, or None after adding an error to ``errors``."""
         self.total += 1
         if self.total > MAX_LINES:
             if self.total == MAX_LINES + 1:
@@ -129,7 +131,7 @@ class LineChecker:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether the rest of the file cannot change the result."""
+        """A file whose remaining lines cannot change the result."""
         return len(self.errors) >= MAX_ERRORS or self.total > MAX_LINES
 
     def _read(self, text: bytes) -> bytes:
@@ -145,13 +147,13 @@ class LineChecker:
         return sort_key(body)
 
     def fail(self, code: str, message: str, line: int | None, param: str | None = None) -> None:
-        """The whole file is refused."""
+        """Add an error, which rejects the whole file."""
         if len(self.errors) < MAX_ERRORS:
             self.errors.append({"code": code, "message": message, "line": line, "param": param})
 
 
 def sort_key(body: dict[str, Any]) -> bytes:
-    """Bodies whose prompts begin alike have keys that begin alike, whatever else they ask for."""
+    """Return a key by which bodies whose prompts begin alike are neighbours, whatever their other parameters."""
     head = [body.get("model"), body.get("cache_salt"), body.get("instructions"), body.get("tools")]
     prompt = next((body[name] for name in ("messages", "prompt", "input") if body.get(name) is not None), None)
     parts = [_beginning(value) for value in head if value is not None]
@@ -168,7 +170,7 @@ def sort_key(body: dict[str, Any]) -> bytes:
 
 
 def _beginning(value: Any) -> bytes:
-    """Of its JSON; of what is nested too deeply to be written, nothing."""
+    """Return the beginning of ``value`` as JSON, or nothing if it is nested too deeply to be written."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)[:_KEY_BYTES]
     except TypeError:

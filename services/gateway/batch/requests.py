@@ -14,7 +14,7 @@ import structlog
 from fastapi import Response
 
 from services.common.batch_line import is_large, parse_line
-from services.common.errors import Internal, InvalidRequest, Overloaded, TokaError, Unavailable
+from services.common.errors import Internal, InvalidRequest, InvalidValue, Overloaded, TokaError, Unavailable
 from services.gateway.batch.lines import parse
 from services.gateway.batch.slots import Slot
 from services.gateway.http.errors import to_response
@@ -55,8 +55,8 @@ class Requests:
     async def run(self, batch: StoredBatch, number: int, text: bytes, line: Line, slot: Slot) -> Outcome:
         """Run a line of ``batch`` and return its outcome.
 
-        The line waits for a scheduler as long as it takes. It also waits for tokens of its key, without its ``slot``.
-        Raises Displaced, and any exception that is a defect of this server.
+        The line waits without a time limit for a scheduler. It also waits for tokens of its key, and other lines use
+        its ``slot`` meanwhile. Raises Displaced, and any exception that is a defect of this server.
         """
         return await line.hold(partial(self._run, batch, number, text, line, slot))
 
@@ -66,19 +66,19 @@ class Requests:
         if line.refusal is not None:
             response = to_response(line.refusal)
         elif (name := next((name for name in ("stream", "background") if body.get(name)), None)) is not None:
-            error = InvalidRequest(f"{name}: not in a batch; leave it out", field=name, reason="INVALID_VALUE")
+            error = InvalidValue(f"{name}: not in a batch; leave it out", field=name)
             response = to_response(error)
         else:
             priority = body.get("priority")
             if priority is None or (type(priority) is int and priority < LOW_PRIORITY):
                 body["priority"] = LOW_PRIORITY
-            stores = batch.endpoint == _RESPONSES and body.get("store") is None  # without being asked to
-            if body.get("store") is True or stores:
-                body["store"] = False  # the batch stores it
+            stores_by_default = batch.endpoint == _RESPONSES and body.get("store") is None
+            if body.get("store") is True or stores_by_default:
+                body["store"] = False  # the output file has the answer
             isolated = self._gateway.guard.isolates
             caller = Caller("", batch.fairness_key, batch.key_name, isolated=isolated, line=line)
             try:
-                # Only the parser of texts bounds the values of a large body, and only the writer its levels.
+                # Only parsing checks the number of values of a large body, and only writing checks its depth.
                 as_text = is_large(text) or may_be_too_deep(text)
                 posted = Posted(write_again(body)) if as_text else Posted(document=body, size=len(text))
             except InvalidRequest as error:
@@ -111,8 +111,10 @@ class Requests:
             pause = min(pause * 2, _LAST_PAUSE_S)
 
     async def ask(self, endpoint: str, posted: Posted, caller: Caller) -> Response:
-        """Return the endpoint's response to ``posted``, which does not ask for a stream. Raises TokaError, and any
-        exception that is a defect of this server."""
+        """Return the endpoint's response to ``posted``, which does not ask for a stream.
+
+        Raises TokaError, and any exception that is a defect of this server.
+        """
         caller = caller._replace(request_id=name_request({"path": endpoint}), started_at=time.perf_counter())
         try:
             return await self._endpoints[endpoint](self._gateway, posted, caller)
@@ -121,7 +123,7 @@ class Requests:
 
 
 async def _wait_for_tokens(line: Line, slot: Slot) -> None:
-    """Wait for tokens of the line's key. Other lines use its slot meanwhile. Raises as ``Line.wait_for_tokens``."""
+    """Wait for tokens of the line's key, without its slot. Raises the errors of ``Line.wait_for_tokens``."""
     slot.give_back()
     refusal = None
     try:
@@ -134,19 +136,22 @@ async def _wait_for_tokens(line: Line, slot: Slot) -> None:
 
 
 def failed(batch: StoredBatch, number: int, text: bytes) -> Outcome:
-    """Return the outcome of a line that failed because of a defect of this server, and log the exception that is being
-    handled. The log line has the ``request_id`` of the error file."""
+    """Return the outcome of a line that failed because of a defect of this server, and log the current exception.
+
+    The log line has the ``request_id`` of the error file.
+    """
     if not _request_id():
         name_request({"path": batch.endpoint})
     log.exception("batch line failed", id=batch.id, line=number)
     custom_id = None
-    with contextlib.suppress(ValueError, KeyError, TypeError):  # the file may be another than was validated
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # the file may have been replaced since its validation
         custom_id = parse_line(text)["custom_id"]
     return outcome(number, custom_id, to_response(Internal.logged()))
 
 
 def outcome(number: int, custom_id: str | None, response: Response) -> Outcome:
     """Return ``response`` as a line of the output or the error file."""
+    ignored = response.headers.get(IGNORED_HEADER)
     line = {
         "id": new_id("batch_req_"),
         "custom_id": custom_id,
@@ -154,7 +159,7 @@ def outcome(number: int, custom_id: str | None, response: Response) -> Outcome:
             "status_code": response.status_code,
             "request_id": response.headers.get("x-request-id") or _request_id(),
             "body": orjson.Fragment(response.body),
-            **_ignored(response),
+            **({"ignored_params": ignored.split(",")} if ignored else {}),
         },
         "error": None,
     }
@@ -165,18 +170,8 @@ def outcome(number: int, custom_id: str | None, response: Response) -> Outcome:
 
 def error_line(custom_id: str, code: str, message: str) -> bytes:
     """Return a line of the error file for a request that was not run."""
-    line = {
-        "id": new_id("batch_req_"),
-        "custom_id": custom_id,
-        "response": None,
-        "error": {"code": code, "message": message},
-    }
-    return _one_line(line)
-
-
-def _ignored(response: Response) -> dict[str, list[str]]:
-    names = response.headers.get(IGNORED_HEADER)
-    return {"ignored_params": names.split(",")} if names else {}
+    error = {"code": code, "message": message}
+    return _one_line({"id": new_id("batch_req_"), "custom_id": custom_id, "response": None, "error": error})
 
 
 def _request_id() -> str:
@@ -186,7 +181,7 @@ def _request_id() -> str:
 
 
 def _one_line(document: dict[str, Any]) -> bytes:
-    """Return ``document`` as a line of JSON that has no other line end, by any definition of line ends."""
+    """Return ``document`` as a line of JSON that no reader splits, whatever characters end a line for it."""
     text = orjson.dumps(document)
     for separator, escaped in _SEPARATORS:
         text = text.replace(separator, escaped)

@@ -7,7 +7,7 @@ _RESERVED_FOR = 4  # keys without a running line that the reserved slots should 
 
 
 class Slots:
-    """The slots of one gateway. Lives on its event loop.
+    """The slots of one gateway, on its event loop.
 
     A free slot goes to the waiting key with the fewest running lines, and among equals to the key that has waited
     longest. Of one key, the line that waits longest goes first. The last ``reserved`` slots go only to keys that run
@@ -61,7 +61,7 @@ class Slots:
         self._running[key] += 1
 
     def _leave(self, key: str, granted: asyncio.Future[None] | None = None) -> None:
-        """Remove ``granted`` from the waiting lines, and put the key behind the other keys."""
+        """Remove ``granted`` from the waiting lines, and move the key after the other keys."""
         waiting = self._waiting.pop(key)
         if granted is not None:
             waiting.remove(granted)

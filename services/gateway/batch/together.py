@@ -7,28 +7,24 @@ from typing import Any
 import structlog
 from fastapi import Request, Response
 
-from services.common.errors import Internal, InvalidRequest, TokaError
+from services.common.errors import Internal, InvalidRequest, InvalidValue, TokaError
 from services.common.json_scan import Raw
 from services.common.process.time_slice import TimeSlice
 from services.gateway.batch.requests import Requests
 from services.gateway.http.errors import to_response
 from services.gateway.http.request import Caller, Posted, read_body, read_caller, while_connected
 from services.gateway.openai.gateway import Gateway
-from services.gateway.openai.jobs import seed_of
 from services.gateway.openai.json_value import may_be_too_deep, write_again
 from services.gateway.openai.parse import IGNORED_HEADER, listed_as_ignored, off_loop, read_json
+from services.gateway.openai.prompt_requests import seed_of
 from services.gateway.openai.router import Router, takes
 
 log = structlog.get_logger(__name__)
 
 CHAT = "/v1/chat/completions"
 _ANSWER_BYTES = 256  # approximate size of one answer and its headers
-TOGETHER_SCHEMA: dict[str, Any] = {
-    "type": "array",
-    "minItems": 1,
-    "items": {},
-}  # an error of one body is in its place of the response
-
+# The schema has no schema of an item: an invalid body gets an error at its index of the response.
+TOGETHER_SCHEMA: dict[str, Any] = {"type": "array", "minItems": 1, "items": {}}
 
 router = Router()
 
@@ -62,20 +58,21 @@ async def create_chat_completions(request: Request) -> Response:
 
 
 def _together(answers: Sequence[Response]) -> Response:
-    """Return the response with the bodies of ``answers``, in order."""
-    told = b"[" + b",".join(bytes(each.body) for each in answers) + b"]"
-    return Response(told, headers=_ignored_header(answers), media_type="application/json")
+    """Return the response with the bodies of ``answers``, in order.
 
-
-def _ignored_header(answers: Sequence[Response]) -> dict[str, str]:
-    """Return the header that lists the ignored parameters of all answers, each with the index of its answer."""
+    Its header lists the ignored parameters of all answers, each with the index of its answer.
+    """
+    body = b"[" + b",".join(bytes(each.body) for each in answers) + b"]"
     given = enumerate(answer.headers.get(IGNORED_HEADER, "") for answer in answers)
-    return listed_as_ignored([f"[{number}].{name}" for number, names in given if names for name in names.split(",")])
+    ignored = [f"[{number}].{name}" for number, names in given if names for name in names.split(",")]
+    return Response(body, headers=listed_as_ignored(ignored), media_type="application/json")
 
 
 def _seeded(caller: Caller, number: int) -> Caller:
-    """Return the caller of request ``number`` of a list. Each draws answers of its own, and the idempotency key is that
-    of the list."""
+    """Return the caller of request ``number`` of a list.
+
+    Each request has its own seed. The idempotency key belongs to the list, and no request of it has one.
+    """
     if caller.retry_seed is None:
         return caller
     return caller._replace(retry_seed=seed_of(caller.retry_seed, number), idempotency_key="")
@@ -87,7 +84,7 @@ def _read_list(raw: Raw, most: int) -> list[Any]:
     if not isinstance(bodies, list):
         raise InvalidRequest("the body must be a JSON array of bodies of chat completions", reason="INVALID_JSON")
     if not 1 <= len(bodies) <= most:
-        raise InvalidRequest(f"the list has {len(bodies)} bodies: expected 1 to {most}", reason="INVALID_VALUE")
+        raise InvalidValue(f"the list has {len(bodies)} bodies: expected 1 to {most}")
     return bodies
 
 
@@ -101,4 +98,4 @@ async def _answer(requests: Requests, number: int, body: Any, size: int, caller:
         return to_response(error)
     except Exception:
         log.exception("a request of a list failed")
-        return to_response(Internal("internal error; the server's log has the details"))
+        return to_response(Internal.logged())

@@ -1,13 +1,14 @@
-"""``multipart/form-data`` with one file in it, written to a blob as it comes."""
+"""Reads ``multipart/form-data`` with one file, which is written to a blob while it arrives."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from fastapi import Request
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from services.common.errors import InvalidRequest, PayloadTooLarge
+from services.common.errors import InvalidRequest, InvalidValue, PayloadTooLarge
 from services.gateway.store.blobs import BlobWriter
 
 if TYPE_CHECKING:
@@ -20,23 +21,16 @@ _MAX_FIELDS = 100
 _MAX_HEADER_BYTES = 16 * 1024
 
 
-class Digest(Protocol):
-    """One of ``hashlib``'s."""
-
-    def update(self, data: bytes, /) -> None:
-        """More of what is digested."""
-
-
 @dataclass
 class Form:
-    """What was in it beside the file's content."""
+    """The fields of a form, without the content of its file."""
 
     fields: dict[str, str] = field(default_factory=dict)
-    filename: str | None = None  # None: there was no file
+    filename: str | None = None  # None if the form has no file
 
 
-async def receive_form(request: Request, writer: BlobWriter, digest: Digest | None = None) -> Form:
-    """Read ``request`` to its last boundary; the content of its ``file`` goes to ``writer``, and into ``digest``.
+async def receive_form(request: Request, writer: BlobWriter, digest: Callable[[bytes], None] | None = None) -> Form:
+    """Read a form to its last boundary. Write the content of ``file`` to ``writer``, and pass it to ``digest``.
 
     Raises ``InvalidRequest``, ``PayloadTooLarge``, or ``ClientDisconnect``. The caller closes the writer.
     """
@@ -55,7 +49,7 @@ async def receive_form(request: Request, writer: BlobWriter, digest: Digest | No
                 for part in reader.take():
                     await writer.write(part)
                     if digest is not None:
-                        digest.update(part)
+                        digest(part)
                 if writer.bytes > MAX_FILE_BYTES:
                     raise _too_large()
                 if reader.ended:
@@ -73,15 +67,15 @@ async def receive_form(request: Request, writer: BlobWriter, digest: Digest | No
 
 
 class _Reader:
-    """What the parser calls."""
+    """The callbacks of the parser, which collect the parts of a form."""
 
     def __init__(self) -> None:
         self.form = Form()
         self.ended = False
-        self._content: list[bytes] = []  # of the file, not taken yet
+        self._content: list[bytes] = []  # of the file, since the last call of ``take``
         self._headers: dict[bytes, bytes] = {}
         self._header = (bytearray(), bytearray())
-        self._name: str | None = None  # of the field that is being read; None: the file
+        self._name: str | None = None  # of the field that is being read, or None for the file
         self._value = bytearray()
         self.callbacks: MultipartCallbacks = {
             "on_part_begin": self._on_part_begin,
@@ -95,7 +89,7 @@ class _Reader:
         }
 
     def take(self) -> list[bytes]:
-        """Content of the file that has come."""
+        """Return the content of the file since the last call."""
         content, self._content = self._content, []
         return content
 
@@ -125,11 +119,9 @@ class _Reader:
             raise InvalidRequest("the form has two files; send one at a time", field="file", reason="INVALID_FORM")
         self._name = None
         filename = options.get(b"filename", b"").decode(errors="replace").replace("%22", '"')  # as HTML 5 quotes
-        if "\0" in filename:  # PostgreSQL takes none
-            raise InvalidRequest(
-                "invalid value for 'file': its filename has a NUL character; leave that out",
-                field="file",
-                reason="INVALID_VALUE",
+        if "\0" in filename:  # PostgreSQL rejects NUL characters
+            raise InvalidValue(
+                "invalid value for 'file': its filename has a NUL character; leave that out", field="file"
             )
         self.form.filename = filename[:1024] or "upload"
 

@@ -1,4 +1,4 @@
-"""Validates the input file of a batch: checks each line, and cuts the lines into chunks with common beginnings."""
+"""Validates the input file of a Batch job, and sorts its lines into chunks whose prompts begin alike."""
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, aclosing
@@ -14,15 +14,14 @@ CHUNK_LINES = 64
 WINDOW_LINES = 8192  # lines that are sorted together: far more than run at once, and few enough for memory
 _CHECKED_AT_ONCE = 64  # lines that a thread checks before other validations and the event loop have their turn
 
-
 Turn = Callable[[], AbstractAsyncContextManager[None]]
 
 
 async def validate(batch: StoredBatch, leases: Leases, blobs: Blobs, max_body_bytes: int, turn: Turn) -> None:
     """Start ``batch``, or fail it with the errors of its lines.
 
-    ``turn``: entered while the validation computes. One validation of the gateway computes at a time, and they take
-    turns after every few lines. Raises ``LeaseLost``, or ``Unavailable`` if the store does not answer.
+    ``turn`` returns a context in which the validation computes. One validation of the gateway computes at a time, and
+    they take turns after every few lines. Raises ``LeaseLost``, or ``Unavailable`` if the store does not answer.
     """
     await leases.begin_validation(batch)
     checker = LineChecker(batch.endpoint)
@@ -50,12 +49,8 @@ async def validate(batch: StoredBatch, leases: Leases, blobs: Blobs, max_body_by
 
 
 def _check(checker: LineChecker, lines: list[RawLine]) -> list[tuple[bytes, int, int, int]]:
-    keys = [checker.check(line) for line in lines]
-    return [
-        (key, line.number, line.offset, len(line.text))
-        for key, line in zip(keys, lines, strict=True)
-        if key is not None
-    ]
+    checked = ((checker.check(line), line) for line in lines)
+    return [(key, line.number, line.offset, len(line.text)) for key, line in checked if key is not None]
 
 
 async def _store(

@@ -5,7 +5,7 @@ import re
 
 from starlette.datastructures import Headers
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidValue
 from services.common.json_scan import Raw
 
 _HEADER = "Idempotency-Key"
@@ -16,10 +16,8 @@ def read_idempotency_key(headers: Headers) -> str:
     """Return the idempotency key, or an empty string if the header is missing. Raises InvalidRequest if malformed."""
     given = headers.get(_HEADER, "")
     if given and not _VISIBLE.fullmatch(given):
-        raise InvalidRequest(
-            f"the header {_HEADER} must have 1 to 255 visible ASCII characters, for example a UUID",
-            field=_HEADER,
-            reason="INVALID_VALUE",
+        raise InvalidValue(
+            f"the header {_HEADER} must have 1 to 255 visible ASCII characters, for example a UUID", field=_HEADER
         )
     return given
 

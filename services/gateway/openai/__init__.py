@@ -1,4 +1,4 @@
-"""OpenAI's endpoints: bodies to jobs, tokens to answers.
+"""OpenAI's endpoints: bodies become prompt requests, and their tokens become answers.
 
 Threads: the event loop; ``text_N`` for what takes long, such as long bodies, conversations and answers.
 """

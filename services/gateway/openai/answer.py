@@ -1,4 +1,4 @@
-"""From jobs to the HTTP response: run them, and write what comes back in the shape of the endpoint."""
+"""Runs compiled requests, and writes their samples as the HTTP response of an endpoint."""
 
 import time
 from collections import Counter
@@ -25,81 +25,82 @@ from services.gateway.openai.shapes import Shape
 from services.gateway.openai.sse import EventStream
 from services.gateway.openai.transcript import Piece, Transcript, whole_text
 
-# More tokens than this are turned into text in a thread: the event loop has streams to feed. With logprobs it is far
-# more work.
+# Maximum number of tokens that become text on the event loop. More tokens would delay other streams, so a thread does
+# it. Tokens with log-probabilities are far more work.
 _INLINE_TOKENS, _INLINE_LOGPROBS = 8192, 1024
-_INLINE_CHOICES = 1024  # whose usage is added up on the event loop
-_FEW_CHOICES = 64  # of a stream, whose news are written in less than a millisecond
+# Maximum number of choices whose usage is summed on the event loop.
+_INLINE_CHOICES = 1024
+# Maximum number of choices of a stream whose chunks are written without a pause, in less than a millisecond.
+_FEW_CHOICES = 64
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One request on its way to an answer."""
+    """The answer to one request: its prompts, its shape, and the caller who gets it."""
 
     gateway: Gateway
-    jobs: Sequence[PromptRequest]
+    prompts: Sequence[PromptRequest]
     shape: Shape
     headers: dict[str, str]
     caller: Caller
-    echo: Sequence[str] = ()  # what stands before the answers to each prompt
-    best: int | None = None  # so many of each prompt's samples are told, most likely ones first; None: all
+    echo: Sequence[str] = ()  # text before the samples, by prompt
+    best: int | None = None  # number of samples to return for each prompt, the most likely first. None: all samples
 
     async def respond(self, *, stream: bool) -> Response:
-        """The response: whole, or a stream once every prompt is accepted. Raises ``TokaError``.
+        """Return the whole response, or with ``stream`` a stream. Raises ``TokaError``.
 
-        A whole answer does not wait for the acceptance: it would only be woken twice.
+        A stream begins when a scheduler has accepted every prompt. A whole response does not wait for that, since
+        waiting twice would wake this task twice.
         """
-        self.shape.begin(self.jobs)
-        if self._settings.return_token_ids:
-            self.shape.tell_prompts(self.jobs)
-        bounds = Bounds(self.gateway.guard.limits, self.caller, self.jobs)
+        self.shape.begin(self.prompts)
+        bounds = Bounds(self.gateway.guard.limits, self.caller, self.prompts)
         if self._log is not None:
-            self._log.asked(self.jobs, self.gateway.text.vocabulary.with_specials)
+            self._log.log_prompts(self.prompts, self.gateway.text.vocabulary.with_specials)
         try:
             return await self._run(bounds, stream=stream)
-        except DeadlineExceeded:  # what was made was asked for
+        except DeadlineExceeded:  # the caller pays for the tokens that were generated before the deadline
             raise
         except TokaError:
             bounds.give_back()
             raise
 
     async def _run(self, bounds: Bounds, *, stream: bool) -> Response:
-        generation = await self.gateway.fleet.generate(self.jobs, streaming=stream)
-        for max_tokens, prompts in Counter(job.max_tokens for job in self.jobs).items():
-            self.gateway.metrics.request_began(self._settings.n, max_tokens, prompts)
+        active = await self.gateway.fleet.generate(self.prompts, streaming=stream)
+        for max_tokens, count in Counter(prompt.max_tokens for prompt in self.prompts).items():
+            self.gateway.metrics.request_began(self._settings.n, max_tokens, count)
         handed_over = False
         try:
-            bounds.begin(generation)
+            bounds.begin(active)
             headers = self.headers | {"x-request-id": self.shape.request_id}
             if stream:
-                await generation.wait_accepted()
+                await active.wait_accepted()
                 handed_over = True
                 return EventStream(
-                    self.shape.until_error(self._told(self._events(generation))),
-                    partial(self._close, generation, bounds),
+                    self.shape.until_error(self._explained(self._events(active))),
+                    partial(self._close, active, bounds),
                     headers,
                     self.shape.broken,
                 )
-            written = await (self._write_all(generation) if self.best is None else self._write_best(generation))
-            self._measure(generation)
-            await self.shape.settle(generation.samples)
-            if len(generation.samples) > _INLINE_CHOICES:
-                body = await self.gateway.text.in_thread(self.shape.whole, generation.samples, written)
+            written = await (self._write_all(active) if self.best is None else self._write_best(active))
+            self._measure(active)
+            await self.shape.settle(active.samples)
+            if len(active.samples) > _INLINE_CHOICES:
+                body = await self.gateway.text.in_thread(self.shape.whole, active.samples, written)
             else:
-                body = self.shape.whole(generation.samples, written)
+                body = self.shape.whole(active.samples, written)
             return Response(body, headers=headers, media_type="application/json")
         except InvalidRequest as error:
-            raise self._in_callers_words(error) from None
+            raise self._explain(error) from None
         finally:
             if not handed_over:
-                self._end(generation, bounds)
+                self._end(active, bounds)
 
-    async def _write_all(self, generation: ActiveRequest) -> list[bytes]:
-        """Every choice as JSON, written soon after it ended: little is left to do after the last one."""
-        written = [b""] * len(generation.samples)
+    async def _write_all(self, active: ActiveRequest) -> list[bytes]:
+        """Return every choice as JSON. Each is written when it ends, so that little work follows the last token."""
+        written = [b""] * len(active.samples)
         scored = self._settings.prompt_logprobs is not None
-        most = _INLINE_LOGPROBS if generation.logprobs or scored else _INLINE_TOKENS
-        while ended := await generation.wait_ended():
+        most = _INLINE_LOGPROBS if active.logprobs or scored else _INLINE_TOKENS
+        while ended := await active.wait_ended():
             if sum(self._prompt_work(choice) + choice.outcome.completion_tokens for choice in ended) > most:
                 texts = await self.gateway.text.in_thread(self._write, ended)
             else:
@@ -108,13 +109,13 @@ class Answer:
                 written[choice.index] = text
         return written
 
-    async def _write_best(self, generation: ActiveRequest) -> list[bytes]:
-        """The choices whose tokens are most likely on average, as JSON; best first, prompt after prompt."""
-        while await generation.wait_ended():
+    async def _write_best(self, active: ActiveRequest) -> list[bytes]:
+        """Return the ``best`` choices of each prompt as JSON, those with the highest mean log-probability first."""
+        while await active.wait_ended():
             pass
         kept, samples = [], self._settings.n
-        for first in range(0, len(generation.samples), samples):
-            ranked = sorted(generation.samples[first : first + samples], key=mean_logprob, reverse=True)
+        for first in range(0, len(active.samples), samples):
+            ranked = sorted(active.samples[first : first + samples], key=mean_logprob, reverse=True)
             kept += ranked[: self.best]
         for index, choice in enumerate(kept):
             choice.index = index
@@ -129,44 +130,50 @@ class Answer:
         if self._settings.packed_logprobs:
             packed = pack(choice.new_ids, choice.logprobs, self._settings.top_logprobs)
         ids, logprobs = choice.take()
-        self.shape.note(choice.index, ids)
+        self.shape.add_tokens(choice.index, ids)
         if not logprobs or packed is not None:
             text = whole_text(self._vocabulary, ids, choice.outcome)
-            self._note(choice, text)
-            return self._behind_prompt(choice, Piece(text, [], token_ids, packed=packed))
+            self._log_text(choice, text)
+            return self._after_prompt(choice, Piece(text, [], token_ids, packed=packed))
         transcript = self._transcript(choice)
-        said = transcript.push(ids, logprobs)
+        begun = transcript.push(ids, logprobs)
         rest = transcript.finish(choice.outcome)
-        self._note(choice, said.text + rest.text)
-        return self._behind_prompt(choice, Piece(said.text + rest.text, said.entries + rest.entries, token_ids))
+        self._log_text(choice, begun.text + rest.text)
+        return self._after_prompt(choice, Piece(begun.text + rest.text, begun.entries + rest.entries, token_ids))
 
-    async def _told(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async def _explained(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Yield ``events``. Raises the error that ends them in words for the caller."""
         try:
             async for event in events:
                 yield event
         except TokaError as error:
-            raise self.gateway.guard.told(self._in_callers_words(error)) from None
+            raise self.gateway.guard.told(self._explain(error)) from None
 
-    def _in_callers_words(self, error: TokaError) -> TokaError:
-        """A grammar is compiled before an answer begins; what is wrong with it may still be found in the middle."""
+    def _explain(self, error: TokaError) -> TokaError:
+        """Return ``error``. If the scheduler rejected the grammar, the error names the caller's field.
+
+        The scheduler compiles a grammar before the answer begins, but may reject it later.
+        """
         grammar = self._settings.grammar
         if grammar is None or not isinstance(error, InvalidRequest) or error.field != GRAMMAR_FIELD:
             return error
         return explain(error, grammar)
 
-    async def _events(self, generation: ActiveRequest) -> AsyncIterator[bytes]:
+    async def _events(self, active: ActiveRequest) -> AsyncIterator[bytes]:
         shape = self.shape
         transcripts: dict[int, Transcript] = {}
         if beginning := shape.beginning():
             yield beginning
-        time_slice, many = TimeSlice(), len(generation.samples) > _FEW_CHOICES
-        told: set[int] = set()  # choices to their end: more news of one may come while a long prompt is written
-        while news := await generation.wait_updated():
+        time_slice, many = TimeSlice(), len(active.samples) > _FEW_CHOICES
+        # Choices whose last chunk was written. They can be updated again while the log-probabilities of a long prompt
+        # are written in a thread.
+        complete: set[int] = set()
+        while updated := await active.wait_updated():
             chunks = []
-            for choice in news:
+            for choice in updated:
                 if many and time_slice.is_over:
                     await time_slice.renew()
-                if choice.index in told:
+                if choice.index in complete:
                     continue
                 opens = False
                 if (transcript := transcripts.get(choice.index)) is None:
@@ -175,37 +182,36 @@ class Answer:
                     chunks.append(shape.opening(choice.index))
                 token_ids = self._token_ids(choice)
                 ids, logprobs = choice.take()
-                shape.note(choice.index, ids)
-                said = transcript.push(ids, logprobs)
-                text, entries = said.text, said.entries
+                shape.add_tokens(choice.index, ids)
+                text, entries, *_ = transcript.push(ids, logprobs)
                 reason = None
                 if choice.ending is not None:
-                    told.add(choice.index)
+                    complete.add(choice.index)
                     reason = choice.ending.reason
                     rest = transcript.finish(choice.ending)
                     text, entries = text + rest.text, entries + rest.entries
-                self._note(choice, text)
+                self._log_text(choice, text)
                 stop_reason = None if reason is None else choice.stop_reason
                 piece = Piece(text, entries, token_ids, stop_reason=stop_reason)
                 if opens and self._prompt_work(choice) > _INLINE_LOGPROBS:
-                    piece = await self.gateway.text.in_thread(self._behind_prompt, choice, piece)
+                    piece = await self.gateway.text.in_thread(self._after_prompt, choice, piece)
                 elif opens:
-                    piece = self._behind_prompt(choice, piece)
+                    piece = self._after_prompt(choice, piece)
                 if piece.text or piece.entries or piece.token_ids or reason:
                     chunks.append(shape.chunk(choice.index, piece, reason))
             if chunks:
                 yield b"".join(chunks)
-        self._measure(generation)
-        await shape.settle(generation.samples)
-        yield shape.ending(generation.samples)
+        self._measure(active)
+        await shape.settle(active.samples)
+        yield shape.ending(active.samples)
 
     def _transcript(self, choice: ActiveSample) -> Transcript:
-        behind = len(self.echo[choice.prompt_index]) if self.echo else 0
-        return Transcript(self._vocabulary, self._settings.stop_strings, behind=behind)
+        offset = len(self.echo[choice.prompt_index]) if self.echo else 0
+        return Transcript(self._vocabulary, self._settings.stop_strings, offset=offset)
 
     @property
     def _settings(self) -> Settings:
-        return self.jobs[0].settings
+        return self.prompts[0].settings
 
     @property
     def _vocabulary(self) -> Vocabulary:
@@ -213,15 +219,15 @@ class Answer:
         return vocabulary.with_specials if self._settings.special_tokens else vocabulary
 
     def _token_ids(self, choice: ActiveSample) -> list[int] | None:
-        """Those that nobody has taken yet, a stop token included."""
+        """Return the token ids since the last ``take``, a stop token included, or None if the caller wants none."""
         return list(map(int, choice.new_ids)) if self._settings.return_token_ids else None
 
-    def _behind_prompt(self, choice: ActiveSample, piece: Piece) -> Piece:
-        """A choice's first piece, or its only one, behind its prompt if that is to be told as well."""
+    def _after_prompt(self, choice: ActiveSample, piece: Piece) -> Piece:
+        """Return the first piece of a choice with its prompt before it, as far as the caller wants the prompt."""
         settings, number = self._settings, choice.prompt_index
         if settings.prompt_logprobs is None:
             return piece._replace(text=self.echo[number] + piece.text) if self.echo else piece
-        prompt, scores = self.jobs[number].prompt_ids, choice.request.prompt_scores[number]
+        prompt, scores = self.prompts[number].prompt_ids, choice.request.prompt_scores[number]
         if settings.requested_prompt_logprobs is not None:
             top, token_text = settings.requested_prompt_logprobs, self.gateway.text.token_text
             start = settings.prompt_logprobs_start
@@ -231,30 +237,30 @@ class Answer:
         return echoed(prompt, scores, settings.top_logprobs, self.echo[number], self._vocabulary, piece)
 
     def _prompt_work(self, choice: ActiveSample) -> int:
-        """Tokens of the prompt whose log-probabilities are told with a choice."""
-        return 0 if self._settings.prompt_logprobs is None else len(self.jobs[choice.prompt_index].prompt_ids)
+        """Return the number of prompt tokens whose log-probabilities are returned with a choice."""
+        return 0 if self._settings.prompt_logprobs is None else len(self.prompts[choice.prompt_index].prompt_ids)
 
-    def _close(self, generation: ActiveRequest, bounds: Bounds, disconnected: bool) -> None:
-        self._end(generation, bounds)
+    def _close(self, active: ActiveRequest, bounds: Bounds, disconnected: bool) -> None:
+        self._end(active, bounds)
         if disconnected:
             self.gateway.metrics.count_disconnect()
 
-    def _end(self, generation: ActiveRequest, bounds: Bounds) -> None:
-        bounds.settle(generation)
-        generation.close()
+    def _end(self, active: ActiveRequest, bounds: Bounds) -> None:
+        bounds.settle(active)
+        active.close()
         if self._log is not None:
-            self._log.ended()
+            self._log.log_answers()
 
     @cached_property
     def _log(self) -> PromptLog | None:
         return PromptLog(self.shape.request_id) if self.gateway.config.log_prompts else None
 
-    def _note(self, choice: ActiveSample, text: str) -> None:
+    def _log_text(self, choice: ActiveSample, text: str) -> None:
         if self._log is not None:
-            self._log.answered(choice.index, text)
+            self._log.add_text(choice.index, text)
 
-    def _measure(self, generation: ActiveRequest) -> None:
+    def _measure(self, active: ActiveRequest) -> None:
         metrics = self.gateway.metrics
         metrics.end_to_end.observe(time.perf_counter() - self.caller.started_at)
-        if generation.first_token_at is not None:
-            metrics.first_token.observe(generation.first_token_at - self.caller.started_at)
+        if active.first_token_at is not None:
+            metrics.first_token.observe(active.first_token_at - self.caller.started_at)

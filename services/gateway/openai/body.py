@@ -19,7 +19,8 @@ from services.common.json_scan import Bulk
 
 _KEPT_CHARACTERS = 512  # of an unknown parameter's value
 _NAME_CHARACTERS = 64
-_SOMETHING = (...,)  # stands for the value of an unknown parameter that is a list or an object and not empty
+# Placeholder for the value of an unknown parameter that is a list or an object with content.
+_DROPPED = (...,)
 
 
 def _without_nul(value: str) -> str:
@@ -28,15 +29,15 @@ def _without_nul(value: str) -> str:
     return value
 
 
-# Id of an object in the store, as a client sends it. No id has a NUL character, and PostgreSQL refuses to look for one.
+# Id of an object in the store, as a client sends it. No id has a NUL character, which PostgreSQL rejects in queries.
 Id = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
 
 
 class Elsewhere(NamedTuple):
-    """A parameter of another endpoint. A client that sends it here relies on it."""
+    """A parameter of another endpoint or engine. It is rejected, because a client that sends it relies on it."""
 
-    instead: str = ""  # what stands for it here
-    neutrals: tuple[Any, ...] = ()  # with these values it changes nothing
+    instead: str = ""  # parameter to send instead, if there is one
+    neutrals: tuple[Any, ...] = ()  # values that change nothing, and are accepted
 
 
 class UnknownNames:
@@ -59,10 +60,10 @@ def _lists(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 class Body(BaseModel):
-    """Strict: ``"3"`` is not a number. Validation of a list ends at its first wrong item.
+    """A JSON object of a request. Types are strict: ``"3"`` is not a number.
 
-    ``model_extra`` has the names of unknown parameters. Of their values it has scalars and short strings; a list or an
-    object is dropped, and an empty or a full tuple stands for it.
+    Validation of a list ends at its first wrong item. ``model_extra`` has the unknown parameters. Long strings among
+    their values are cut. A list or an object is replaced by a tuple, which is empty if the value was.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
@@ -70,33 +71,33 @@ class Body(BaseModel):
     nested: ClassVar[tuple[str, ...]] = ()  # fields whose unknown parameters the response's header lists, too
     elsewhere: ClassVar[Mapping[str, Elsewhere]] = {}
     other_names: ClassVar[Mapping[str, str]] = {}  # other engines' names -> fields of the same meaning
-    bulks: ClassVar[Mapping[str, Bulk]] = {}  # fields with more values than other bodies may have
-    # Unknown parameters that are kept always, since one of them may change the answer; None: all of them.
+    bulks: ClassVar[Mapping[str, Bulk]] = {}  # fields that may have more values than a whole body usually has
+    # Unknown parameters that are always kept, since a validator examines them. None: all of them.
     consulted: ClassVar[frozenset[str] | None] = frozenset()
-    keeps_unknown: ClassVar[bool] = False  # with their values: the model is shown them
+    keeps_unknown: ClassVar[bool] = False  # keep unknown parameters with their values, since the model gets them
 
     _given: dict[str, str] = PrivateAttr(default_factory=dict)
     _ignored: tuple[str, ...] = PrivateAttr(default=())
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema, in which no list collects more errors than one: a body may have millions of items."""
+        """Return the schema, with lists that stop at their first error: a body may have millions of wrong items."""
         schema = handler(source)
         for part in _lists(schema):
             part["fail_fast"] = True
         return schema
 
     def model_post_init(self, context: Any, /) -> None:
-        """Drop what unknown parameters hold."""
+        """Drop the values of unknown parameters."""
         if (extra := self.__pydantic_extra__) and not self.keeps_unknown:
             self.__pydantic_extra__ = self._without_values(extra, context)
 
     @model_serializer(mode="wrap")
     def _without_dropped(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the body as a dict, without unknown parameters whose values were dropped. Those are not JSON."""
+        """Return the body as a dict, without the unknown parameters whose values were dropped."""
         found: dict[str, Any] = serialize(self)
         for name, value in (self.__pydantic_extra__ or {}).items():
-            if isinstance(value, tuple):  # JSON has lists: a tuple stands for what was dropped
+            if isinstance(value, tuple):  # a dropped value: JSON itself has no tuples
                 found.pop(name, None)
         return found
 
@@ -111,17 +112,13 @@ class Body(BaseModel):
             kept[name[:_NAME_CHARACTERS]] = _without_content(value)
         return kept
 
-    def remember(self, given: dict[str, str]) -> None:
-        """Store the names that the client used in place of fields, by field."""
-        self._given = given
+    def remember(self, given: dict[str, str], ignored: tuple[str, ...]) -> None:
+        """Store the names that the client used for fields, by field, and the paths of the unknown parameters."""
+        self._given, self._ignored = given, ignored
 
     def name_given(self, field: str) -> str:
         """Return the name under which the client sent ``field``."""
         return self._given.get(field, field)
-
-    def remember_ignored(self, names: tuple[str, ...]) -> None:
-        """Store the paths of the unknown parameters."""
-        self._ignored = names
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -133,5 +130,5 @@ def _without_content(value: Any) -> Any:
     if isinstance(value, str):
         return value[:_KEPT_CHARACTERS]
     if isinstance(value, list | dict):
-        return _SOMETHING if value else ()
+        return _DROPPED if value else ()
     return value

@@ -23,18 +23,18 @@ router = Router()
 
 
 class Asked(NamedTuple):
-    """A conversation that is compiled to a job."""
+    """A conversation that is compiled to a request for a scheduler."""
 
     request_id: str
     facts: ModelFacts
-    jobs: list[PromptRequest]
+    prompts: list[PromptRequest]
     make_reader: MakeReader
     unknown: list[str]  # parameters that the model's template does not know
 
     @property
     def settings(self) -> Settings:
         """The settings of the samples."""
-        return self.jobs[0].settings
+        return self.prompts[0].settings
 
 
 async def ask(gateway: Gateway, body: ChatBody, caller: Caller, *, drop_oldest: bool = False) -> Asked:
@@ -52,10 +52,10 @@ async def ask(gateway: Gateway, body: ChatBody, caller: Caller, *, drop_oldest: 
     )
     rendered = await compiler.render(draft, body, drop_oldest=drop_oldest)
     seed = caller.retry_seed if body.seed is None else body.seed
-    jobs = compiler.jobs(
+    prompts = compiler.prompt_requests(
         rendered.draft, [rendered.ids], caller.request_id, field="messages", seed=seed, thoughts=rendered.thoughts
     )
-    return Asked(caller.request_id, compiler.facts, jobs, rendered.make_reader, rendered.unknown)
+    return Asked(caller.request_id, compiler.facts, prompts, rendered.make_reader, rendered.unknown)
 
 
 @router.answer("/v1/chat/completions", ChatBody, streams=True, in_batch=True)
@@ -77,5 +77,5 @@ async def create_chat_completion(gateway: Gateway, posted: Posted, caller: Calle
         running_usage=body.wants_running_usage,
         make_reader=asked.make_reader,
     )
-    answer = Answer(gateway, asked.jobs, shape, ignored_header(body, asked.unknown), caller)
+    answer = Answer(gateway, asked.prompts, shape, ignored_header(body, asked.unknown), caller)
     return await answer.respond(stream=bool(body.stream))

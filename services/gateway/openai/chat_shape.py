@@ -1,4 +1,4 @@
-"""The JSON of chat answers: words, thoughts and tool calls, whole and in chunks."""
+"""The JSON of chat completions: content, reasoning and tool calls, as one object or in chunks."""
 
 import secrets
 from collections.abc import Callable, Sequence
@@ -15,25 +15,25 @@ from services.gateway.openai.output.reader import OutputReader
 from services.gateway.openai.shapes import Shape
 from services.gateway.openai.transcript import Piece, TokenEntry
 
-_NOTHING_MORE = Piece("", [])
+_EMPTY = Piece("", [])
 
 MakeReader = Callable[[], OutputReader | None]
 
 
 class Readers:
-    """The reader of each choice, made when its first words come; none where ``make`` gives none."""
+    """The reader of each choice, made at its first tokens. A choice has no reader if all its text is content."""
 
     def __init__(self, make: MakeReader) -> None:
         self._make = make
         self._readers: dict[int, OutputReader | None] = {}
 
-    def note(self, index: int, token_ids: TokenIds) -> None:
-        """The next tokens of a choice, whose words may come later."""
+    def add_tokens(self, index: int, token_ids: TokenIds) -> None:
+        """Count the next tokens of a choice. Their text may be held back for a later piece."""
         if (reader := self[index]) is not None:
             reader.count(token_ids)
 
     def read(self, index: int, text: str, *, last: bool) -> list[Delta] | None:
-        """What is new in a choice, ``last``: and its end; None when its text says it all."""
+        """Return the deltas of a choice's next ``text``, which may be its ``last``, or None if it has no reader."""
         reader = self[index]
         if reader is None:
             return None
@@ -41,19 +41,19 @@ class Readers:
         return deltas + reader.finish() if last else deltas
 
     def reason(self, index: int, reason: str) -> str:
-        """Why a choice ended: a model that stops behind a call waits for its result, unless it had no choice."""
+        """Return the finish reason of a choice. A model that stops after a call that it chose waits for its result."""
         reader = self[index]
         called = reader is not None and reader.call_count and not reader.named and not reader.in_call
         return "tool_calls" if reason == "stop" and called else reason
 
     def in_call(self, index: int) -> bool:
-        """Whether a choice is within a call's arguments."""
+        """Return whether the text of a choice ends within the arguments of a call."""
         reader = self[index]
         return reader is not None and reader.in_call
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of all choices' reasoning."""
+        """Number of tokens in the reasoning of all choices."""
         return sum(reader.reasoning_tokens for reader in self._readers.values() if reader is not None)
 
     def __getitem__(self, index: int) -> OutputReader | None:
@@ -63,7 +63,7 @@ class Readers:
 
 
 class ChatShape(Shape):
-    """``/v1/chat/completions``. ``make_reader``: for each choice, what takes its text apart."""
+    """The shape of ``/v1/chat/completions``. ``make_reader`` returns the reader of one choice, or None."""
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -80,37 +80,36 @@ class ChatShape(Shape):
     ) -> None:
         super().__init__(request_id, facts, token_text, include_usage=include_usage, running_usage=running_usage)
         self._readers = Readers(make_reader)
-        self._calls: dict[int, int] = {}  # told of each choice
+        self._calls: dict[int, int] = {}  # index of the last call, by choice
 
     def opening(self, index: int) -> bytes:
         delta = b'[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-        if self._untold:
-            self._untold.clear()
+        if self._unsent_prompt_ids:
+            self._unsent_prompt_ids.clear()
             return self._fill(self._template_with(self._whole_extras()), index, delta % index)
         return self._fill(self._template, index, delta % index)
 
-    def note(self, index: int, token_ids: TokenIds) -> None:
-        super().note(index, token_ids)
-        self._readers.note(index, token_ids)
+    def add_tokens(self, index: int, token_ids: TokenIds) -> None:
+        super().add_tokens(index, token_ids)
+        self._readers.add_tokens(index, token_ids)
 
     def chunk(self, index: int, piece: Piece, reason: str | None) -> bytes:
         deltas = self._readers.read(index, piece.text, last=reason is not None)
         if deltas is None:
             return super().chunk(index, piece, reason)
         contents = [b'"delta":' + orjson.dumps(self._delta(index, delta)) for delta in deltas]
-        beside = bool(piece.entries or piece.token_ids)
         if reason is not None:
             contents.append(b'"delta":{}')
             reason = self._readers.reason(index, reason)
-        elif beside and not contents:
+        elif not contents and (piece.entries or piece.token_ids):
             contents.append(self._chunk_content("", False))
-        pieces = [piece] + [_NOTHING_MORE._replace(stop_reason=piece.stop_reason)] * (len(contents) - 1)
+        pieces = [piece] + [_EMPTY._replace(stop_reason=piece.stop_reason)] * (len(contents) - 1)
         reasons = [None] * (len(contents) - 1) + [reason]
         return b"".join(map(self._chunk, [index] * len(contents), contents, pieces, reasons))
 
     def _whole_extras(self) -> dict[str, Any]:
-        told: dict[str, Any] = {"prompt_token_ids": self._prompt_ids[0]} if self._prompt_ids else {}
-        return told if self._prompt_logprobs is None else told | {"prompt_logprobs": self._prompt_logprobs}
+        extras: dict[str, Any] = {"prompt_token_ids": self._prompt_ids[0]} if self._prompt_ids else {}
+        return extras if self._prompt_logprobs is None else extras | {"prompt_logprobs": self._prompt_logprobs}
 
     def _usage(self, choices: Sequence[ActiveSample]) -> dict[str, Any]:
         usage = super()._usage(choices)
@@ -145,7 +144,7 @@ class ChatShape(Shape):
 
 
 def call_id() -> str:
-    """A new name for a call, by which its result is told."""
+    """Return a new id for a tool call. The message with the call's result refers to it."""
     return f"call_{secrets.token_hex(12)}"
 
 

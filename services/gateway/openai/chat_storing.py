@@ -1,4 +1,4 @@
-"""Chat completions with ``store: true``: what is stored of them, whole or from the chunks of a stream."""
+"""Storage of chat completions with ``store: true``. Those that are streamed are assembled from their chunks."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import structlog
 
-from services.common.errors import AlreadyExists, InvalidRequest, NotFound, TokaError
+from services.common.errors import AlreadyExists, InvalidRequest, InvalidValue, NotFound, TokaError
 from services.gateway.engine.active_request import ActiveSample
 from services.gateway.http.idempotency import fingerprint
 from services.gateway.http.request import Caller, Posted
@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 CHAT = "/v1/chat/completions"
 _PREFIX = "chatcmpl-"
-_PATIENCE_S = 10.0  # timeout of the store when a chat completion is kept
+_TIMEOUT_S = 10.0  # of the store when a chat completion is kept
 _DATA = b"data: "
 
 
@@ -34,22 +34,22 @@ class ChatKeeper:
 
     records: Chats
     id: str
-    messages: bytes  # JSON of those that it answers
+    messages: bytes  # JSON of the messages that it answers
     labels: dict[str, str] | None
     key_name: str
 
     @classmethod
     async def of(cls, gateway: Gateway, body: ChatBody, caller: Caller, posted: Posted) -> "ChatKeeper":
-        """Return the keeper of the answer to ``body``. Raises InvalidRequest if there is no store, and the store's
-        errors."""
+        """Return the keeper of the answer to ``body``.
+
+        Raises InvalidRequest if there is no store, and the errors of the store.
+        """
         try:
             store = await gateway.store.opened()
-        except NotFound as error:  # there never will be a store
+        except NotFound as error:  # the gateway was started without a store
             raise InvalidRequest(f"store: {error.message}", field="store", reason="UNSUPPORTED_PARAMETER") from None
         if any("\0" in text for label in (body.metadata or {}).items() for text in label):
-            raise InvalidRequest(
-                "metadata: a stored key or value has no NUL character", field="metadata", reason="INVALID_VALUE"
-            )
+            raise InvalidValue("metadata: a stored key or value has no NUL character", field="metadata")
         chat_id = new_id(_PREFIX)
         if caller.idempotency_key:
             same = fingerprint(CHAT, posted.raw)
@@ -58,20 +58,20 @@ class ChatKeeper:
         return cls(store.chats, chat_id, messages, body.metadata, caller.owner)
 
     async def earlier(self) -> bytes | None:
-        """Return what an earlier try of this request made, or None."""
+        """Return the chat completion that an earlier try of this request stored, or None."""
         with contextlib.suppress(NotFound):
             return (await self.records.get(self.id, self.key_name)).body
         return None
 
     async def keep(self, body: bytes, model: str) -> bool:
-        """Keep the chat completion. Returns whether it is stored: the client gets it in any case."""
+        """Store the chat completion. Return whether it is stored. The client gets its answer in any case."""
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_TIMEOUT_S):
                 await self.records.keep(self.id, body, self.messages, model, self.labels, self.key_name)
         except AlreadyExists:
             return True  # by an earlier try of this request
         except (TokaError, TimeoutError) as error:
-            log.warning("chat completion not stored", id=self.id, reason=str(error) or f"took {_PATIENCE_S:.0f} s")
+            log.warning("chat completion not stored", id=self.id, reason=str(error) or f"took {_TIMEOUT_S:.0f} s")
             return False
         except Exception:
             log.exception("chat completion not stored", id=self.id)
@@ -80,7 +80,10 @@ class ChatKeeper:
 
 
 class StoredChatShape(ChatShape):
-    """A chat completion that is stored before its end is told. One that could not be has ``store: false``."""
+    """The shape of a chat completion that is stored before its end is sent.
+
+    If storing fails, the chat completion has ``store: false``.
+    """
 
     def __init__(self, keeper: ChatKeeper, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -102,7 +105,7 @@ class StoredChatShape(ChatShape):
 
     async def settle(self, choices: Sequence[ActiveSample]) -> None:
         if self._chunks.choices:
-            extras = {"choices": self._chunks.told(), "usage": self._usage(choices)}
+            extras = {"choices": self._chunks.joined(), "usage": self._usage(choices)}
             self._whole = orjson.dumps(self._head | extras | self._whole_extras())
         else:
             self._whole = super().whole(choices, [self._written[choice.index] for choice in choices])
@@ -114,21 +117,21 @@ class StoredChatShape(ChatShape):
 
 
 class Chunks:
-    """The chunks of a streamed chat completion, put together as they are told."""
+    """The choices of a streamed chat completion, assembled from the chunks that are sent."""
 
     def __init__(self) -> None:
         self.choices: dict[int, dict[str, Any]] = {}
 
     def push(self, events: bytes) -> bytes:
-        """Take the chunks in ``events``, and return them."""
+        """Add the chunks in ``events``, and return ``events``."""
         for event in events.split(b"\n\n"):
             if event.startswith(_DATA):
                 for choice in orjson.loads(event.removeprefix(_DATA))["choices"]:
                     self._add(choice)
         return events
 
-    def told(self) -> list[dict[str, Any]]:
-        """Return the choices as a chat completion that is not streamed has them."""
+    def joined(self) -> list[dict[str, Any]]:
+        """Return the choices in the form of a chat completion that is not streamed."""
         for choice in self.choices.values():
             message = choice["message"]
             if "tool_calls" in message:
@@ -159,11 +162,11 @@ def _join_message(message: dict[str, Any], name: str, value: Any) -> None:
     if name == "tool_calls":
         calls = message.setdefault("tool_calls", {})
         for call in value:
-            told = calls.setdefault(call.pop("index"), {"function": {"arguments": ""}})
+            whole = calls.setdefault(call.pop("index"), {"function": {"arguments": ""}})
             function = call.pop("function", {})
-            told["function"]["arguments"] += function.pop("arguments", "")
-            told["function"] = function | told["function"] | function
-            told |= call
+            whole["function"]["arguments"] += function.pop("arguments", "")
+            whole["function"] = function | whole["function"] | function
+            whole |= call
     elif isinstance(value, str) and name != "role":
         message[name] = (message.get(name) or "") + value
     else:
@@ -172,12 +175,12 @@ def _join_message(message: dict[str, Any], name: str, value: Any) -> None:
 
 def _dumped(body: ChatBody, chat_id: str) -> bytes:
     """Return the messages of ``body`` as JSON, in the form in which they are listed."""
-    told = []
+    messages = []
     for number, message in enumerate(body.messages):
         given = message.content
-        # A message may have unknown members: one named ``id`` must not take the place of the listed id.
+        # An unknown member of a message may be named ``id``, and must not replace the id of the list.
         dumped = message.model_dump(exclude_none=True, exclude={"id"})
         parts = [part.model_dump() for part in given] if isinstance(given, list) else None
         more = {"content": None if given is None else message.text, "content_parts": parts}
-        told.append({"id": f"{chat_id}-{number}", "refusal": None, **dumped, **more})
-    return orjson.dumps(told)
+        messages.append({"id": f"{chat_id}-{number}", "refusal": None, **dumped, **more})
+    return orjson.dumps(messages)

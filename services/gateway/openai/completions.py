@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 DEFAULT_MAX_TOKENS = 16
-_INLINE_PROMPTS = 256  # they become jobs on the event loop, in some 3 ms
-
+_INLINE_PROMPTS = 256  # maximum number of prompts that are compiled on the event loop, in about 3 ms
 
 router = Router()
 
@@ -42,8 +41,8 @@ async def create_completion(gateway: Gateway, posted: Posted, caller: Caller) ->
         else await compiler.encode(draft, body.prompt, add_special_tokens=body.add_special_tokens is not False)
     )
     seed = caller.retry_seed if body.seed is None else body.seed
-    make = partial(compiler.jobs, draft, prompts, caller.request_id, field="prompt", seed=seed)
-    jobs = make() if len(prompts) <= _INLINE_PROMPTS else await gateway.text.in_thread(make)
+    make = partial(compiler.prompt_requests, draft, prompts, caller.request_id, field="prompt", seed=seed)
+    requests = make() if len(prompts) <= _INLINE_PROMPTS else await gateway.text.in_thread(make)
     shape = CompletionShape(
         caller.request_id,
         compiler.facts,
@@ -53,11 +52,11 @@ async def create_completion(gateway: Gateway, posted: Posted, caller: Caller) ->
     )
     answer = Answer(
         gateway,
-        jobs,
+        requests,
         shape,
         ignored_header(body),
         caller,
-        echo=_echo(gateway, body, jobs) if body.echo else (),
+        echo=_echo(gateway, body, requests) if body.echo else (),
         best=(body.n or 1) if body.best_of else None,
     )
     return await answer.respond(stream=bool(body.stream))
@@ -67,11 +66,11 @@ def _are_texts(prompts: list[str] | list[np.ndarray]) -> "TypeIs[list[str]]":
     return isinstance(prompts[0], str)
 
 
-def _echo(gateway: Gateway, body: CompletionBody, jobs: Sequence[PromptRequest]) -> list[str]:
-    """Return the text of each prompt: as it was given, unless it was given as token ids or is truncated."""
+def _echo(gateway: Gateway, body: CompletionBody, requests: Sequence[PromptRequest]) -> list[str]:
+    """Return the text of each prompt: decoded from its tokens if it is token ids or truncated, else as given."""
     if _are_texts(body.prompt) and body.truncate_prompt_tokens is None:
         return body.prompt
     vocabulary = gateway.text.vocabulary
     if body.skip_special_tokens is False:
         vocabulary = vocabulary.with_specials
-    return [vocabulary.text_bytes(job.prompt_ids).decode(errors="replace") for job in jobs]
+    return [vocabulary.text_bytes(request.prompt_ids).decode(errors="replace") for request in requests]

@@ -1,31 +1,29 @@
-"""Rendering of conversations with the model's chat template. Parameters that the template does not know are refused."""
+"""Rendering of conversations with the model's chat template. Parameters that the template lacks are rejected."""
 
 from functools import partial
 from typing import Any, NamedTuple
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, InvalidValue
 from services.common.text.thinking import BEGINS, ENDS
-from services.common.text.vocabulary import Vocabulary
 from services.gateway.engine.request import Grammar
 from services.gateway.engine.text import TextEngine
 from services.gateway.openai.grammar.answer import Thoughts, compose
 from services.gateway.openai.grammar.calls import CallRules
-from services.gateway.openai.messages import ConversationBody, NamedTool, ReasoningEffort, Tool, ToolChoice
+from services.gateway.openai.messages import ConversationBody, NamedTool, ReasoningEffort, Tool
 from services.gateway.openai.output.formats import OutputFormats
-from services.gateway.openai.output.reader import OutputReader
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.thinking import TEMPLATE_NAMES
 
 
 class Prompt(NamedTuple):
-    """A conversation as the model gets it."""
+    """The prompt that a conversation is rendered to."""
 
     ids: list[int]
     text: str  # special tokens included
-    unknown: list[str]  # what the request says and the template does not know
+    unknown: list[str]  # parameters that the template does not know
 
     def thoughts(self, continued: str | None) -> Thoughts:
-        """Return what the answer of a reasoning model begins with. ``continued``: the text that it continues."""
+        """Return the beginning of a reasoning model's answer. ``continued``: the assistant's text that it continues."""
         if continued is not None:
             return Thoughts.OPENED if continued.rfind(BEGINS) > continued.rfind(ENDS) else Thoughts.NONE
         text = self.text.rstrip()
@@ -43,8 +41,10 @@ async def render(
     with_tools: bool = True,
     add_special_tokens: bool = False,
 ) -> Prompt:
-    """Return the prompt of ``body``. Raises ``InvalidRequest``, also for more than ``max_tokens`` unless that is
-    None."""
+    """Return the prompt of ``body``.
+
+    Raises ``InvalidRequest``, also for a prompt of more than ``max_tokens`` tokens unless that is None.
+    """
     tools = (body.tools or []) if with_tools else []
     known = engine.tokenizer.chat_template(tools=bool(tools)).variables
     given = body.chat_template_kwargs or {}
@@ -77,15 +77,17 @@ async def render(
     return Prompt(ids, text, [f"chat_template_kwargs.{name}" for name in given if name not in known])
 
 
-def check_tools(formats: OutputFormats, body: ConversationBody, choice: ToolChoice | None) -> list[Tool]:
-    """Return the tools that the model may call. Raises InvalidRequest for a ``choice`` that the tools do not allow, and
-    for tools whose calls the server cannot read or write."""
+def check_tools(formats: OutputFormats, body: ChatBody) -> list[Tool]:
+    """Return the tools that the model may call.
+
+    Raises InvalidRequest for a ``tool_choice`` that is not among the tools, and if the server does not know how the
+    model writes its calls.
+    """
+    choice = body.tool_choice
     if not body.tools or choice == "none":
         if choice not in (None, "none", "auto"):
-            raise InvalidRequest(
-                "tool_choice: there are no tools to choose from; send tools, or leave it out",
-                field="tool_choice",
-                reason="INVALID_VALUE",
+            raise InvalidValue(
+                "tool_choice: there are no tools to choose from; send tools, or leave it out", field="tool_choice"
             )
         return []
     if not formats.calls_known:
@@ -106,10 +108,8 @@ def check_tools(formats: OutputFormats, body: ConversationBody, choice: ToolChoi
         return body.tools
     named = [tool for tool in body.tools if tool.function.name == choice.function.name]
     if not named:
-        raise InvalidRequest(
-            f"tool_choice: there is no tool {choice.function.name[:64]!r} among tools",
-            field="tool_choice",
-            reason="INVALID_VALUE",
+        raise InvalidValue(
+            f"tool_choice: there is no tool {choice.function.name[:64]!r} among tools", field="tool_choice"
         )
     return named
 
@@ -117,53 +117,27 @@ def check_tools(formats: OutputFormats, body: ConversationBody, choice: ToolChoi
 async def make_grammar(
     engine: TextEngine,
     formats: OutputFormats,
-    body: ConversationBody,
-    prompt: Prompt,
+    body: ChatBody,
+    thoughts: Thoughts,
     tools: list[Tool],
     wanted: Grammar | None,
-    *,
-    choice: ToolChoice | None,
-    parallel: bool,
 ) -> Grammar | None:
-    """Return the grammar of the whole answer to ``prompt``, reasoning and calls included, or None if there is none.
+    """Return the grammar of the whole answer, reasoning and calls included, or None if there is none.
 
-    ``wanted``: the grammar of the answer's text. Raises InvalidRequest.
+    ``thoughts``: the beginning of the answer. ``wanted``: the grammar of its text. Raises InvalidRequest.
     """
     calls = None
-    must_call = choice == "required" or isinstance(choice, NamedTool)
-    held = wanted is not None or body.only_allowed
-    constrained = must_call or (tools and held) or any(tool.function.strict for tool in tools)
+    named = isinstance(body.tool_choice, NamedTool)
+    must_call = named or body.tool_choice == "required"
+    restricted = wanted is not None or body.only_allowed
+    constrained = must_call or (tools and restricted) or any(tool.function.strict for tool in tools)
     if constrained and formats.calls is not None:
-        parallel = parallel and not isinstance(choice, NamedTool)
+        parallel = body.parallel_tool_calls is not False and not named
         calls = CallRules(formats.calls, tools, parallel=parallel, strict_only=not must_call)
-    thoughts = prompt.thoughts(continued(body)) if formats.reasoning else Thoughts.NONE
     if calls is None and wanted is None:
         return None
+    thoughts = thoughts if formats.reasoning else Thoughts.NONE
     return await engine.in_thread(partial(compose, wanted, calls, must_call=must_call, thoughts=thoughts))
-
-
-def make_reader(
-    formats: OutputFormats,
-    vocabulary: Vocabulary,
-    body: ChatBody,
-    tools: list[Tool],
-    thoughts: Thoughts,
-    *,
-    parallel: bool,
-) -> OutputReader | None:
-    """Return a reader of one answer, or None if the answer is all text. ``thoughts``: what the answer begins with."""
-    return formats.reader(
-        vocabulary,
-        tools=[tool.function.name for tool in tools],
-        parallel=parallel,
-        named=isinstance(body.tool_choice, NamedTool),
-        thinking_opened=formats.reasoning and thoughts is Thoughts.OPENED,
-    )
-
-
-def continued(body: ConversationBody) -> str | None:
-    """Return the words of the assistant that the answer goes on with, or None."""
-    return body.messages[-1].text if body.continue_final_message else None
 
 
 def _thinking(effort: ReasoningEffort | None, known: frozenset[str], given: dict[str, Any]) -> dict[str, Any]:

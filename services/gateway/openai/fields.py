@@ -14,7 +14,7 @@ from services.gateway.openai.json_value import shown
 
 MAX_STOPS = 16
 MAX_STOP_BYTES = 4096
-# Far more than any client sends. It bounds the time that the validation of one body takes.
+# Far more prompts than a client sends. It limits the time to validate one body.
 MAX_PROMPTS = 65_536
 MAX_METADATA = 16
 _MAX_TOKEN_ID = 2**32 - 1
@@ -30,7 +30,7 @@ def in_range(name: str) -> Any:
 
 def _as_prompts(value: Any) -> Any:
     """Return a prompt in any of OpenAI's four forms as a list of prompts. Token ids become arrays of uint32."""
-    if isinstance(value, (str, np.ndarray)):  # an array: token ids of a large body
+    if isinstance(value, (str, np.ndarray)):  # an array holds the token ids of a large body
         return [value]
     if not isinstance(value, list):
         raise ValueError("expected a string, a list of strings, a list of token ids, or a list of lists of token ids")
@@ -48,12 +48,12 @@ def _as_prompts(value: Any) -> Any:
 
 
 def token_ids(prompt: list[Any] | np.ndarray) -> np.ndarray:
-    """Return ``prompt`` as uint32. Raises ValueError if it has anything but token ids."""
+    """Return ``prompt`` as uint32 [tokens]. Raises ValueError for an item that is not a token id."""
     if isinstance(prompt, np.ndarray):
         return prompt
     with contextlib.suppress(TypeError, OverflowError):
         ids = np.frombuffer(array("I", prompt), np.uint32)
-        if ids.min() > 1:  # 0 and 1 may have been false and true
+        if ids.min() > 1:  # array() also accepts false and true, as 0 and 1
             return ids
     for item in prompt:
         if type(item) is not int or not 0 <= item <= _MAX_TOKEN_ID:
@@ -79,14 +79,14 @@ def _as_stops(value: Any) -> tuple[str, ...]:
 
 
 def at_most(most: int, value: Any) -> Any:
-    """Return ``value``. Raises ValueError for an object with more than ``most`` members, before it checks a member."""
+    """Return ``value``. Raises ValueError for an object with more than ``most`` members, before they are validated."""
     if isinstance(value, dict) and len(value) > most:
         raise ValueError(f"expected at most {most} items (got an object of {len(value)})")
     return value
 
 
 def _first_wrong_bias(value: Any) -> Any:
-    """Return ``value``, or only its first wrong member, since each wrong member would become an error of its own."""
+    """Return ``value``, or only its first wrong member. Pydantic would collect an error for each wrong member."""
     if not isinstance(value, dict):
         return value
     for token, bias in value.items():
@@ -117,6 +117,12 @@ Bias = Annotated[
     Field(max_length=MAX_BIASES),
     BeforeValidator(_first_wrong_bias),
     BeforeValidator(partial(at_most, MAX_BIASES)),
+]
+ModelName = Annotated[
+    str | None,
+    Field(
+        description="Name of the served model. Default: the served model. strict_model_names= decides on other names."
+    ),
 ]
 Timeout = Annotated[float, Field(gt=0, le=86_400)]
 KeptTokens = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]

@@ -23,9 +23,9 @@ from services.gateway.store.service import StoreService
 
 @dataclass(frozen=True)
 class Gateway:
-    """The parts of one gateway process. It is made on the event loop on which it runs.
+    """The parts of one gateway process, made on the event loop on which they run.
 
-    It has no state that must survive the process. The counts of its metrics are in a file that does.
+    No state of it must survive the process. The counters of its metrics are in a file, which does.
     """
 
     config: GatewayConfig

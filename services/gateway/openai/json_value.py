@@ -1,21 +1,22 @@
 """Size and depth of JSON values that clients send, such as schemas."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from pydantic import AfterValidator
 
 from services.common.errors import InvalidRequest
 from services.common.json_scan import Raw
 from services.common.text.grammar_text import MAX_GRAMMAR_BYTES
 
-# Functions that write or change such values are recursive. Python's limit of recursion allows some 300 levels.
+# Functions that write or change such values are recursive. Python's recursion limit allows about 300 levels.
 MAX_DEPTH = 200
-_WRITTEN_DEPTH = 254  # levels that orjson writes. It reads more
+_WRITTEN_DEPTH = 254  # maximum number of levels that orjson writes. It reads deeper values.
 
 
 def json_size(value: Any, most: int) -> int:
-    """Return a lower bound of the length of ``value`` as JSON text. Counting ends beyond ``most``.
+    """Return a lower bound of the length of ``value`` as JSON text, in characters. Counting ends beyond ``most``.
 
     Raises ValueError for a value that is nested too deeply.
     """
@@ -56,7 +57,7 @@ def write_again(value: Any) -> bytes:
 
 
 def shown(value: Any, most: int) -> str:
-    """Return the beginning of ``repr(value)``, in ``most`` characters, however large or deep ``value`` is."""
+    """Return ``repr(value)``, cut to ``most`` characters. The time does not depend on the size of ``value``."""
     text = ""
     for piece in _pieces(value, most):
         text += piece
@@ -66,7 +67,7 @@ def shown(value: Any, most: int) -> str:
 
 
 def _pieces(value: Any, most: int) -> Iterator[str]:
-    """Yield the parts of ``repr(value)``, of which no text is longer than ``most`` by much."""
+    """Yield the parts of ``repr(value)``. Long strings are cut to little more than ``most`` characters."""
     if isinstance(value, str):
         yield repr(value[: most + 1])
     elif isinstance(value, list):
@@ -85,13 +86,19 @@ def _pieces(value: Any, most: int) -> Iterator[str]:
         yield repr(value)
 
 
-def check_schema(schema: Any) -> None:
-    """Raise ``ValueError`` for a schema that is too deep, or larger than any grammar may be."""
+def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return ``schema``. Raises ``ValueError`` if it is too deep, or larger than the largest grammar."""
     if json_size(schema, MAX_GRAMMAR_BYTES) > MAX_GRAMMAR_BYTES:
         raise ValueError(f"it has more than {MAX_GRAMMAR_BYTES} bytes as text; give a smaller schema")
+    return schema
 
 
-def check_texts(texts: list[str]) -> None:
-    """Raise ``ValueError`` for texts that are together larger than any grammar may be."""
+def check_texts(texts: list[str]) -> list[str]:
+    """Return ``texts``. Raises ``ValueError`` if they are together larger than the largest grammar."""
     if sum(map(len, texts)) > MAX_GRAMMAR_BYTES:
         raise ValueError(f"the texts have more than {MAX_GRAMMAR_BYTES} bytes together; give fewer, or shorter ones")
+    return texts
+
+
+# A JSON Schema in a body. Its size and depth are limited.
+Schema = Annotated[dict[str, Any], AfterValidator(check_schema)]

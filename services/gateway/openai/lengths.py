@@ -1,4 +1,4 @@
-"""Lengths of prompts and answers: what fits into the context of a model."""
+"""Lengths of prompts and answers that fit into the context of a model."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -40,14 +40,16 @@ def kept_tokens(body: GenerationBody, facts: ModelFacts, most: int | None = None
 
 
 def cut(prompt: Ids, kept: int | None, side: str | None) -> Ids:
-    """Return ``kept`` tokens of ``prompt``: the last ones, or the first ones if ``side`` is right. None keeps all."""
+    """Return the last ``kept`` tokens of ``prompt``, or the first ones if ``side`` is right. None keeps all tokens."""
     if kept is None:
         return prompt
     return prompt[:kept] if side == "right" else prompt[-kept:]
 
 
 def default_max_tokens(body: GenerationBody, facts: ModelFacts) -> int | None:
-    """Return the most tokens of an answer if the request does not say, or None for the rest of the context. A request
-    for more tokens at least raises the model's default."""
+    """Return the maximum number of tokens of an answer if the request sets none, or None for the rest of the context.
+
+    A larger ``min_tokens`` raises the model's default.
+    """
     most = facts.default_max_tokens
     return None if most is None else max(most, body.min_tokens or 0)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from services.common.config import GatewayConfig
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, InvalidValue
 from services.common.text.vocabulary import TokenIds
 from services.gateway.engine.request import Grammar
 from services.gateway.openai.schemas import GenerationBody
@@ -14,7 +14,7 @@ MAX_GRAMMAR_COPIES_BYTES = 16 * 1024 * 1024
 
 
 class Limits(NamedTuple):
-    """Limits of one request. None: no limit."""
+    """The limits of one request. None: no limit."""
 
     samples: int | None = None  # of all prompts together
     output_tokens: int | None = None  # of each sample
@@ -30,17 +30,16 @@ class Limits(NamedTuple):
         """Raise InvalidRequest if a body with ``prompts`` prompts asks for too many samples."""
         if self.samples is not None and prompts * body.samples > self.samples:
             given = "best_of" if body.samples > (body.n or 1) else "n"
-            raise InvalidRequest(
+            raise InvalidValue(
                 f"{prompts} prompt(s) with {given}={body.samples} are more than {self.samples} choices;"
                 " send several requests",
                 field=given if body.samples > 1 else "prompt",
-                reason="INVALID_VALUE",
             )
 
     def max_tokens(self, body: GenerationBody, default: int | None) -> int | None:
-        """Return the most tokens of each answer, or None for the rest of the context. Raises InvalidRequest.
+        """Return the maximum number of tokens of each answer, or None for the rest of the context.
 
-        ``default``: the most tokens if ``body`` does not say.
+        ``default``: the maximum if ``body`` sets none. Raises InvalidRequest if ``body`` sets too large a maximum.
         """
         asked, most = body.most_tokens, self.output_tokens
         if most is None:
@@ -49,15 +48,13 @@ class Limits(NamedTuple):
             return most if default is None else min(default, most)
         if asked > most:
             field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-            raise InvalidRequest(
-                f"{field}={asked}: this server makes at most {most} tokens of each answer; ask for less",
-                field=field,
-                reason="INVALID_VALUE",
+            raise InvalidValue(
+                f"{field}={asked}: this server makes at most {most} tokens of each answer; ask for less", field=field
             )
         return asked
 
     def check_prompts(self, prompts: Sequence[TokenIds], field: str) -> None:
-        """Raise InvalidRequest for a prompt that is too long, with the words that clients know from a full context."""
+        """Raise InvalidRequest for a prompt that is too long. The message is OpenAI's, which clients recognise."""
         if (most := self.prompt_tokens) is None:
             return
         for prompt in prompts:
@@ -70,7 +67,7 @@ class Limits(NamedTuple):
                 )
 
     def check_grammar(self, prompts: int, body: GenerationBody, grammar: Grammar | None) -> None:
-        """Raise InvalidRequest for a large grammar with many samples."""
+        """Raise InvalidRequest if the copies of the grammar for all samples are too large."""
         samples, most = prompts * body.samples, self.grammar_bytes
         if most is not None and grammar is not None and samples > 1 and samples * grammar.size > most:
             raise InvalidRequest(

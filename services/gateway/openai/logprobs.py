@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes OpenAI has for them."""
+"""Log-probabilities in OpenAI's two shapes, for chat completions and for completions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,12 +13,12 @@ LOWEST = -9999.0
 
 
 def mean_logprob(choice: ActiveSample) -> float:
-    """Of all tokens of a choice that has ended and that nobody has taken yet."""
+    """Return the mean log-probability of the tokens of a choice that has ended and was not taken yet."""
     return sum(entry.logprob for entry in choice.logprobs) / max(1, len(choice.new_logprobs))
 
 
 def chat_content(entries: Sequence[TokenEntry], token_text: TokenText) -> list[dict[str, Any]]:
-    """``logprobs.content`` of a chat choice."""
+    """Return ``logprobs.content`` of a chat choice."""
     return [
         _chat_token(entry.token_id, entry.logprob.logprob, token_text)
         | {
@@ -33,29 +33,24 @@ def chat_content(entries: Sequence[TokenEntry], token_text: TokenText) -> list[d
 
 
 def completion_logprobs(entries: Sequence[TokenEntry], token_text: TokenText) -> dict[str, Any]:
-    """``logprobs`` of a completion choice; the chosen token is always among the top ones."""
+    """Return ``logprobs`` of a completion choice. The chosen token is always among the top ones."""
     tokens: list[str] = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
-    offsets: list[int] = []
-    for token_id, logprob, offset in entries:
+    for token_id, logprob, _ in entries:
         token = _completion_token(token_id, token_text)
-        if logprob is None:
-            tokens.append(token)
-            values.append(None)
-            tops.append(None)
-            offsets.append(offset)
-            continue
-        value = max(logprob.logprob, LOWEST)
-        top = {
-            _completion_token(other, token_text): max(other_value, LOWEST)
-            for other, other_value in zip(logprob.top_ids, logprob.top_logprobs, strict=True)
-        }
-        top.setdefault(token, value)
+        value = top = None
+        if logprob is not None:
+            value = max(logprob.logprob, LOWEST)
+            top = {
+                _completion_token(other, token_text): max(other_value, LOWEST)
+                for other, other_value in zip(logprob.top_ids, logprob.top_logprobs, strict=True)
+            }
+            top.setdefault(token, value)
         tokens.append(token)
         values.append(value)
         tops.append(top)
-        offsets.append(offset)
+    offsets = [entry.text_offset for entry in entries]
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
@@ -65,6 +60,6 @@ def _chat_token(token_id: int, logprob: float, token_text: TokenText) -> dict[st
 
 
 def _completion_token(token_id: int, token_text: TokenText) -> str:
-    """Tokens that are not whole characters are written as bytes: as text they would all look the same."""
+    """Return the text of a token. If it is not whole characters, return its bytes, which are unique."""
     text, data = token_text(token_id)
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data) if "\ufffd" in text else text

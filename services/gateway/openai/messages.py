@@ -1,4 +1,4 @@
-"""A conversation as clients send it: its messages, its tools, and what they tell the chat template."""
+"""The body of a conversation: messages, tools, and variables of the chat template."""
 
 import json
 from collections import Counter
@@ -11,9 +11,9 @@ from pydantic_core import PydanticCustomError
 from services.common.json_scan import MAX_VALUES
 from services.common.large_json import count_marks
 from services.gateway.openai.body import Body
-from services.gateway.openai.json_value import check_schema
+from services.gateway.openai.json_value import Schema
 
-# Far beyond any use; they bound the time that one body takes to validate.
+# Far more than clients use. They limit the time to validate one body.
 MAX_MESSAGES = 65_536
 MAX_PARTS = 4096
 MAX_TOOLS = 1024
@@ -21,12 +21,12 @@ MAX_CALLS = 1024
 MAX_DOCUMENTS = 4096
 MAX_TEMPLATE_VARIABLES = 64
 
-# They are parameters of their own.
+# Variables of chat templates that have their own parameters.
 _NOT_VARIABLES = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
 )  # fmt: skip
 
-# Members of a message that other servers read, beside text: this one would answer as if they were missing.
+# Members of a message that change the answers of other servers. This server would ignore them.
 _UNSUPPORTED_PARTS = ("function_call", "audio", "refusal", "reasoning", "images", "videos")
 _UNSUPPORTED_MARKS = ("prefix", "partial")
 
@@ -42,20 +42,20 @@ class TextPart(Body):
     @model_validator(mode="before")
     @classmethod
     def _refusals_are_text(cls, part: Any) -> Any:
-        """Replace OpenAI's part of type ``refusal``: the model reads what it said as text."""
+        """Replace OpenAI's part of type ``refusal`` by a text part."""
         if isinstance(part, dict) and part.get("type") == "refusal" and "refusal" in part:
             return {"type": "text", "text": part["refusal"]}
         return part
 
 
 class CalledFunction(Body):
-    """What a call was for."""
+    """The function of a tool call, and its arguments."""
 
     name: str
     arguments: str = Field(description="JSON, as the model wrote it.")
 
     def render(self) -> dict[str, Any]:
-        """As chat templates take it: arguments as an object, unless they are none."""
+        """Return the function in the form of chat templates: arguments that are a JSON object are parsed."""
         try:
             arguments = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
@@ -73,12 +73,12 @@ class PastCall(Body):
     function: CalledFunction
 
     def render(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """Return the call in the form of chat templates."""
         return {"id": self.id or "", "type": self.type, "function": self.function.render()}
 
 
 class Message(Body):
-    """One turn of a conversation."""
+    """A message of a conversation."""
 
     nested: ClassVar[tuple[str, ...]] = ("content", "tool_calls")
     consulted = frozenset((*_UNSUPPORTED_PARTS, *_UNSUPPORTED_MARKS))
@@ -100,9 +100,9 @@ class Message(Body):
     @model_validator(mode="before")
     @classmethod
     def _as_answers_have_it(cls, message: Any) -> Any:
-        """Take an assistant's message as an answer has it: a refusal, ``content: null``, and vLLM's ``reasoning``.
+        """Accept an assistant's message in the form of an answer, with ``refusal``, ``reasoning`` or null content.
 
-        A refusal is the text of its message.
+        A refusal becomes the content, and ``reasoning``, vLLM's name, becomes ``reasoning_content``.
         """
         if not isinstance(message, dict) or message.get("role") != "assistant":
             return message
@@ -146,13 +146,13 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """What it says; parts are joined."""
+        """The text of the message. Its parts are joined."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         return "".join(part.text for part in self.content)
 
     def render(self) -> dict[str, Any]:
-        """As chat templates take it. OpenAI's ``developer`` is what every template calls ``system``."""
+        """Return the message in the form of chat templates, which know OpenAI's role ``developer`` as ``system``."""
         rendered: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
             rendered["tool_calls"] = [call.render() for call in self.tool_calls]
@@ -163,24 +163,17 @@ class Message(Body):
 
 
 class Function(Body):
-    """What a tool does and takes."""
+    """The name, the description and the parameters of a tool."""
 
     keeps_unknown = True
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(default=None, description="JSON Schema of the arguments.")
+    parameters: Schema | None = Field(default=None, description="JSON Schema of the arguments.")
     strict: bool | None = Field(
         default=None,
         description="true: the arguments always match parameters, even if the model decides to call the function.",
     )
-
-    @field_validator("parameters")
-    @classmethod
-    def _parameters_are_bounded(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
-        if parameters is not None:
-            check_schema(parameters)
-        return parameters
 
 
 class Tool(Body):
@@ -192,7 +185,7 @@ class Tool(Body):
     function: Function
 
     def render(self) -> dict[str, Any]:
-        """As chat templates take it. ``strict`` is for the server, not for the model."""
+        """Return the tool in the form of chat templates, without ``strict``, which is for the server."""
         return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
@@ -210,7 +203,7 @@ class NamedTool(Body):
 
 
 def check_names_differ(names: Iterable[str]) -> None:
-    """Raise ``ValueError`` for two tools of one name."""
+    """Raise ``ValueError`` if two tools have the same name."""
     for name, count in Counter(names).items():
         if count > 1:
             raise ValueError(f"two tools have the name {name!r}; give each its own")
@@ -236,15 +229,15 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 def check_variables(variables: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return variables of a chat template. Raises ``ValueError`` for one that is a parameter of its own."""
+    """Return the variables of a chat template. Raises ``ValueError`` for a variable that has its own parameter."""
     for name in _NOT_VARIABLES:
         if variables and name in variables:
-            raise ValueError(f"{name!r} is a parameter of its own, where there is one; take it out of here")
+            raise ValueError(f"{name!r} is no variable; leave it out here, and send the parameter of this name")
     return variables
 
 
 class ConversationBody(Body):
-    """What is rendered by the model's chat template, and how."""
+    """The fields of every body whose messages the chat template renders."""
 
     messages: Annotated[
         list[Message], Field(min_length=1, max_length=MAX_MESSAGES, description="The conversation, in order.")
@@ -277,7 +270,7 @@ class ConversationBody(Body):
     @field_validator("messages")
     @classmethod
     def _arguments_are_bounded(cls, messages: list[Message]) -> list[Message]:
-        """Refuse arguments of tool calls, which are JSON in strings, that have more values than a body may have."""
+        """Reject arguments of tool calls with too many JSON values, which are in strings and not counted elsewhere."""
         marks = sum(
             count_marks(call.function.arguments.encode(errors="replace"))
             for message in messages
@@ -289,18 +282,23 @@ class ConversationBody(Body):
 
     @property
     def only_allowed(self) -> bool:
-        """True if the model may call no tool but ``tools``, also where it has read of others."""
+        """True if the model may only call ``tools``, even if the conversation mentions others."""
         return self._only_allowed
 
+    @property
+    def continued(self) -> str | None:
+        """Text of the assistant's last message if the answer continues it, or None."""
+        return self.messages[-1].text if self.continue_final_message else None
+
     @model_validator(mode="after")
-    def _one_who_goes_on(self) -> "ConversationBody":
+    def _last_message_can_be_continued(self) -> "ConversationBody":
         if not self.continue_final_message or not self.messages:
             return self
         if self.add_generation_prompt:
             raise ValueError(
-                "continue_final_message: the answer goes on with the last message or begins a new one, not both; leave"
+                "continue_final_message: an answer cannot both continue the last message and begin a new one; leave"
                 " add_generation_prompt out, or set it to false"
             )
         if self.messages[-1].role != "assistant" or not self.messages[-1].text:
-            raise ValueError("continue_final_message: the last message is none of the assistant's with words to go on")
+            raise ValueError("continue_final_message: expected a last message of the assistant that has text")
         return self

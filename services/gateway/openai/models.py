@@ -11,7 +11,7 @@ from services.gateway.openai.gateway import Gateway
 
 
 async def list_models(request: Request) -> Response:
-    """List every model that a scheduler serves; wait for the first."""
+    """List the models that schedulers serve. Wait until there is one."""
     gateway: Gateway = request.app.state.gateway
     return response(200, {"object": "list", "data": [_describe(facts) for facts in await gateway.fleet.list_models()]})
 

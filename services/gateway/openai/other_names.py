@@ -1,16 +1,16 @@
-"""Names that other engines give to parameters of this server's.
+"""Parameters of this server that other engines know by other names.
 
-A name of the same meaning is taken for this server's name. A name of a similar meaning is refused, and the error says
-what to send instead: its values do not carry over.
+A name with the same meaning and the same values is accepted. A name with a similar meaning is rejected, and the error
+says which parameter to send instead.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidValue
 from services.gateway.openai.body import Elsewhere
 
-# The same meaning and the same values: SGLang's, llama.cpp's, Hugging Face's and Mistral's names.
+# Names with the same meaning and values, of SGLang, llama.cpp, Hugging Face and Mistral.
 SAME = {
     "ebnf": "guided_grammar",
     "grammar": "guided_grammar",
@@ -22,10 +22,10 @@ SAME = {
     "stop_sequences": "stop",
     "truncate": "truncate_prompt_tokens",
 }
-# The original Tokasaurus' name.
+# With a name of the original Tokasaurus.
 SAME_IN_CHAT = {**SAME, "apply_chat_template_overrides": "chat_template_kwargs"}
 
-_ITS_MEMBERS = Elsewhere("its members as parameters of their own", ({},))
+_ITS_MEMBERS = Elsewhere("its members as parameters", ({},))
 _LOGPROBS, _LENGTH = "logprobs", "max_tokens"
 SIMILAR = {
     "decoder_input_details": Elsewhere("prompt_logprobs", (False,)),
@@ -63,10 +63,10 @@ SIMILAR_IN_CHAT = {
 def refused_names(
     length: Elsewhere, form: Elsewhere, prompt: str, own: Mapping[str, Elsewhere]
 ) -> dict[str, Elsewhere]:
-    """Return the names of other engines that an endpoint refuses, with what it has instead.
+    """Return the names of other engines that an endpoint rejects, with the parameters to send instead.
 
-    ``length`` limits an answer there, ``form`` holds it to a schema, ``prompt`` names the field of the prompt, and
-    ``own`` are the endpoint's own entries, which take precedence.
+    ``length``: the parameter that limits an answer. ``form``: the parameter that sets its schema. ``prompt``: name of
+    the parameter for the prompt. ``own``: further entries, which take precedence.
     """
     lengths = ("max_length", "max_new_tokens", "n_predict", "num_predict")
     forms = ("ebnf", "format", "grammar", "json_schema", "regex")
@@ -82,9 +82,9 @@ def refused_names(
 
 
 def rename(document: dict[str, Any], same: Mapping[str, str]) -> dict[str, str]:
-    """Replace the other engines' names in ``document``. Return the names as given, by this server's name.
+    """Replace other engines' names in ``document``. Return the names that were replaced, by this server's name.
 
-    Raises ``InvalidRequest`` if a parameter is there under two names with different values.
+    Raises ``InvalidRequest`` if a parameter has different values under two names.
     """
     given: dict[str, str] = {}
     for name in [name for name in same if name in document]:
@@ -92,11 +92,9 @@ def rename(document: dict[str, Any], same: Mapping[str, str]) -> dict[str, str]:
         if value is None:
             continue
         if document.get(ours) is not None and document[ours] != value:
-            raise InvalidRequest(
-                f"{name!r} is another name of {given.get(ours, ours)!r}, which is there with another value; send one"
-                " of them",
+            raise InvalidValue(
+                f"{name!r} is another name of {given.get(ours, ours)!r}, which has another value; send one of them",
                 field=name,
-                reason="INVALID_VALUE",
             )
         document[ours] = value
         given[ours] = name

@@ -21,31 +21,32 @@ from services.gateway.openai.unsupported import HARMLESS, UNSUPPORTED, refuse_un
 IGNORED_HEADER = "x-toka-ignored-params"
 MAX_PARAMETERS = 1024
 _LONGEST_HEADER = 1024
-_MAX_IGNORED = 1024  # unknown names that a body keeps; the header has no room for more
-_INLINE_MARKS = 1024  # in a body that is parsed on the event loop: some 3 ms
+_MAX_IGNORED = 1024  # unknown names that a body keeps, more than fit into the header
+_INLINE_MARKS = 1024  # JSON marks of a body that is parsed on the event loop, in 3 ms
 
 B = TypeVar("B", bound=Body)
 R = TypeVar("R")
 
 
 async def parse_large(text: TextEngine, posted: Posted, kind: type[B]) -> B:
-    """Return the body ``posted`` as ``kind``, parsed in one of the threads of ``text`` unless that takes less than
-    5 ms. Raises InvalidRequest."""
+    """Return the body ``posted`` as ``kind``. Raises InvalidRequest.
+
+    A body that takes more than 5 ms is parsed in a thread of ``text``.
+    """
     if posted.size:
         return await text.worked(posted.size, validate, posted.document, kind)
     return await off_loop(text, posted.raw, parse, kind)
 
 
 async def off_loop(text: TextEngine, raw: Raw, work: Callable[..., R], *arguments: Any) -> R:
-    """Return ``work(raw, *arguments)``, called in one of the threads of ``text`` if ``raw`` is large or has many
-    values."""
+    """Return ``work(raw, *arguments)``. If ``raw`` is large or has many values, call it in a thread of ``text``."""
     if len(raw) <= INLINE_BYTES and count_marks(raw) <= _INLINE_MARKS:
         return work(raw, *arguments)
     return await text.in_thread(work, raw, *arguments)
 
 
 def read_json(raw: Raw, bulks: Mapping[str, Bulk] | None = None) -> Any:
-    """Return the JSON value of ``raw``, as ``load`` does. Raises ``InvalidRequest``."""
+    """Return the JSON value of ``raw``. ``bulks``: see ``load``. Raises ``InvalidRequest``."""
     try:
         return load(raw, bulks)
     except orjson.JSONDecodeError as error:
@@ -65,18 +66,16 @@ def validate(document: Any, kind: type[B]) -> B:
         )
     if len(document) > MAX_PARAMETERS:
         raise InvalidRequest(f"the body has {len(document)} parameters: at most {MAX_PARAMETERS}")
-    document = dict(document)  # a Batch line may be sent again
+    document = dict(document)  # the caller keeps its own: a Batch line may be sent again
     if document.get("best_of") is not None and document.get("best_of") == document.get("n", 1):
-        del document["best_of"]  # the best n of n
+        del document["best_of"]  # the best n of n samples are all samples
     given = rename(document, kind.other_names)
     refuse_unsupported(document, kind)
     try:
         body = kind.model_validate(document, context=UnknownNames(_MAX_IGNORED))
     except ValidationError as error:
         raise describe(error, given) from None
-    if given:
-        body.remember(given)
-    body.remember_ignored(tuple(_unknown(body)))
+    body.remember(given, tuple(_unknown(body)))
     return body
 
 
@@ -104,7 +103,7 @@ def _unknown_inside(body: Body, path: str) -> Iterator[str]:
 
 
 def ignored_names(unknown: Sequence[str]) -> dict[str, str]:
-    """Return the header that lists the parameters ``unknown`` to this server. Empty if there are none."""
+    """Return the header that lists the ``unknown`` parameters. Empty if there are none."""
     return listed_as_ignored([quote(name[:64], safe="._-") for name in unknown])
 
 

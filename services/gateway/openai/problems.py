@@ -1,4 +1,4 @@
-"""Errors of a request body as sentences: the parameter, the allowed values, and the value that was given."""
+"""Validation errors as sentences that name the parameter, the allowed values, and the given value."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, InvalidValue
 from services.gateway.openai.json_value import shown
 
-# Steps of pydantic's paths that stand for a branch of a union and are no part of a parameter's name.
+# Steps of pydantic's paths that stand for a branch of a union and not for a parameter.
 _UNION_STEPS = (
     "str",
     "list[TextPart]",
@@ -23,9 +23,9 @@ _UNION_STEPS = (
     "constrained-str",
     "literal['none','auto','required']",
 )
-# The beginnings of steps that are tags of unions or validators, and not names.
+# Beginnings of the steps that are tags of unions or validators.
 _MARKS = ("#", "function-")
-# What is allowed, by pydantic's type of an error. The values come from its context.
+# Descriptions of the allowed values, by pydantic's type of an error. Its context has the values of the placeholders.
 _TYPES = {
     "bool_type": "true or false",
     "dict_type": "an object",
@@ -54,13 +54,13 @@ _RANGES = {
 
 
 def describe(error: ValidationError, given: Mapping[str, str]) -> InvalidRequest:
-    """Return the first thing that is wrong with a body. ``given``: the client's names of fields that have others."""
-    # Of a union's branches the one that got furthest is what the client meant: to the end of a list, or deepest.
+    """Return the first error of a body. ``given``: names that the client used for fields, by field."""
+    # Each branch of a union has errors. The client meant the branch that got furthest: past a whole list, or deepest.
     problems = error.errors(include_url=False)
     problem = max(problems, key=lambda problem: (problem["type"] == "too_long", len(problem["loc"])))
     field = _path(_renamed(problem["loc"], given))
     message = problem["msg"].removeprefix("Value error, ")
-    if not field:  # a rule about two fields: "field: what is wrong"
+    if not field:  # a rule about several fields, whose message begins with the field
         field, _, message = message.partition(": ")
         field = given.get(field, field)
     if problem["type"] == "missing":
@@ -68,14 +68,14 @@ def describe(error: ValidationError, given: Mapping[str, str]) -> InvalidRequest
     alternatives = [each for each in problems if _path(_renamed(each["loc"], given)) == field]
     message = _expected(problem, alternatives) or f"{message[:1].lower()}{message[1:]}"
     got = "" if problem["loc"] == () else f" (got {_short(problem['input'])})"
-    return InvalidRequest(f"invalid value for {field!r}: {message}{got}", field=field, reason="INVALID_VALUE")
+    return InvalidValue(f"invalid value for {field!r}: {message}{got}", field=field)
 
 
 def _expected(problem: ErrorDetails, alternatives: Iterable[ErrorDetails]) -> str:
-    """Return "expected ...", with every type that a union allows, or an empty string for a rule of this server's."""
+    """Return "expected ...", with each type that a union allows, or an empty string for a rule of this server."""
     if problem["type"] in _RANGES:
-        said = _RANGES[problem["type"]].format_map(_written(problem.get("ctx", {})))
-        return f"expected {said}".replace(" 1 items", " 1 item").replace(" 1 characters", " 1 character")
+        allowed_range = _RANGES[problem["type"]].format_map(_written(problem.get("ctx", {})))
+        return f"expected {allowed_range}".replace(" 1 items", " 1 item").replace(" 1 characters", " 1 character")
     allowed = dict.fromkeys(phrase for each in alternatives if (phrase := _phrase(each)))
     if _phrase(problem) and allowed:
         return f"expected {' or '.join(allowed)}"
@@ -89,7 +89,7 @@ def _phrase(problem: ErrorDetails) -> str:
 
 
 def _written(context: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values of an error's context as text. Tags of unions begin with #, which no client writes."""
+    """Return the values of an error's context as text, without the # at the beginning of tags."""
     return {
         name: f"{value:g}" if isinstance(value, float) else str(value).replace("'#", "'")
         for name, value in context.items()

@@ -1,4 +1,4 @@
-"""Prompts and answers in the log, for who asks for them: otherwise a log shows nothing of either."""
+"""The log of prompts and answers, for the flag ``log_prompts``. No other log line has text of either."""
 
 from collections.abc import Sequence
 
@@ -14,27 +14,29 @@ log = structlog.get_logger(__name__)
 
 
 class PromptLog:
-    """One request's, of which it keeps the beginnings of the answers. Owned by its ``Answer``, and called by whatever
-    thread writes that."""
+    """Logs the prompts of one request at its beginning, and the beginnings of its answers at its end.
+
+    Owned by an ``Answer``, and called in the thread that writes it.
+    """
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
         self._answers: dict[int, str] = {}
 
-    def asked(self, jobs: Sequence[PromptRequest], vocabulary: Vocabulary) -> None:
-        """Its prompts, as the model sees them."""
-        heads = [job.prompt_ids[: _MOST_CHARACTERS + 1] for job in jobs[:_MOST_TEXTS]]
-        prompts = [_cut(vocabulary.text_bytes(head).decode(errors="replace")) for head in heads]
-        samples = jobs[0].settings.n if jobs else 0
-        log.info("asked", request_id=self._request_id, prompts=prompts, of=len(jobs), samples=samples)
+    def log_prompts(self, prompts: Sequence[PromptRequest], vocabulary: Vocabulary) -> None:
+        """Log the prompts as the model gets them."""
+        heads = [prompt.prompt_ids[: _MOST_CHARACTERS + 1] for prompt in prompts[:_MOST_TEXTS]]
+        texts = [_cut(vocabulary.text_bytes(head).decode(errors="replace")) for head in heads]
+        samples = prompts[0].settings.n if prompts else 0
+        log.info("asked", request_id=self._request_id, prompts=texts, of=len(prompts), samples=samples)
 
-    def answered(self, index: int, text: str) -> None:
-        """More of the answer of choice ``index``, as the model wrote it."""
+    def add_text(self, index: int, text: str) -> None:
+        """Add text of choice ``index``, as the model wrote it."""
         if index < _MOST_TEXTS and len(known := self._answers.get(index, "")) <= _MOST_CHARACTERS:
             self._answers[index] = (known + text)[: _MOST_CHARACTERS + 1]
 
-    def ended(self) -> None:
-        """Nothing comes any more."""
+    def log_answers(self) -> None:
+        """Log the answers."""
         answers = [_cut(self._answers[index]) for index in sorted(self._answers)]
         log.info("answered", request_id=self._request_id, answers=answers)
 

@@ -21,9 +21,9 @@ ORDER = {"name": "order", "in": "query", "schema": {"type": "string", "enum": ["
 
 
 class Router(APIRouter):
-    """Endpoints that need the same ``scope`` of an API key. None: they need no key.
+    """Endpoints that need the same ``scope`` of an API key, or no key if it is None.
 
-    ``head``: each GET endpoint also answers HEAD.
+    With ``head``, each GET endpoint also answers HEAD.
     """
 
     def __init__(self, scope: str | None = INFERENCE, *, head: bool = True) -> None:
@@ -43,8 +43,8 @@ class Router(APIRouter):
     ) -> Callable[[Endpoint], Endpoint]:
         """Return a decorator that serves POST requests at ``path`` with an ``Endpoint``.
 
-        ``body`` is for the documentation: the endpoint parses it. ``streams``: the response may be an event stream.
-        ``in_batch``: the lines of a Batch job may call the endpoint.
+        ``body`` is only documented here: the endpoint itself parses it. ``streams``: the response may be an event
+        stream. ``in_batch``: the lines of a Batch job may call the endpoint.
         """
 
         def serve(answer: Endpoint) -> Endpoint:

@@ -1,6 +1,6 @@
 """The bodies of OpenAI requests, with the types and ranges that this server accepts.
 
-Parameters that are neither fields here nor in ``unsupported`` are unknown. They end up in ``model_extra``.
+A parameter that is neither a field here nor in ``unsupported`` is unknown. It is stored in ``model_extra``.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,17 @@ from services.common.json_scan import Bulk
 from services.common.logprobs_mode import LogprobsMode
 from services.common.request_bounds import MAX_BIASES, MAX_STOP_TOKENS
 from services.gateway.openai.body import Body, Elsewhere
-from services.gateway.openai.fields import Bias, KeptTokens, Metadata, Prompts, Stops, Timeout, TokenId, in_range
+from services.gateway.openai.fields import (
+    Bias,
+    KeptTokens,
+    Metadata,
+    ModelName,
+    Prompts,
+    Stops,
+    Timeout,
+    TokenId,
+    in_range,
+)
 from services.gateway.openai.grammar.body import GrammarBody
 from services.gateway.openai.messages import AllowedTools, ConversationBody, ReasoningEffort, ToolChoice
 from services.gateway.openai.other_names import SAME, SAME_IN_CHAT, SIMILAR, SIMILAR_IN_CHAT
@@ -40,10 +50,7 @@ class SamplingBody(Body):
 
     bulks: ClassVar[Mapping[str, Bulk]] = {"logit_bias": Bulk(MAX_BIASES)}
 
-    model: str | None = Field(
-        default=None,
-        description="Name of the served model. Default: the served model. strict_model_names= decides on other names.",
-    )
+    model: ModelName = None
     stream: bool | None = Field(
         default=None, description="true: send server-sent events, with data: [DONE] as the last one."
     )
@@ -109,7 +116,7 @@ class SamplingBody(Body):
         default=None,
         description="Seconds that the request may take, queueing included. The request then fails with 504.",
     )
-    # OpenAI's bookkeeping. Its types are checked as OpenAI does.
+    # Metadata for OpenAI's own services. It is validated as OpenAI does.
     user: str | None = Field(default=None, description="Accepted without effect.")
     metadata: Metadata | None = Field(default=None, description="Accepted without effect.")
     store: bool | None = Field(default=None, description="Accepted without effect.")
@@ -166,7 +173,7 @@ class GenerationBody(GrammarBody, SamplingBody):
 
     @property
     def most_tokens(self) -> int | None:
-        """The most tokens that each answer may have, as the client asks for it."""
+        """Maximum number of tokens of each answer that the client asks for, or None."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -192,36 +199,20 @@ class GenerationBody(GrammarBody, SamplingBody):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @model_validator(mode="after")
-    def _prompt_logprobs_or_stream(self) -> "GenerationBody":
+    def _parameters_suit_each_other(self) -> "GenerationBody":
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs: not with stream; leave one of them out")
-        return self
-
-    @model_validator(mode="after")
-    def _prompt_logprobs_start_needs_prompt_logprobs(self) -> "GenerationBody":
         if self.prompt_logprobs_start and self.prompt_logprobs is None:
             raise ValueError("prompt_logprobs_start: only allowed with prompt_logprobs; send both, or leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _packed_logprobs_or_stream(self) -> "GenerationBody":
         if self.logprobs_in_fingerprint and self.stream:
             raise ValueError(
                 "logprobs_in_fingerprint: not with stream, whose fingerprint comes first; leave one of them out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _special_tokens_and_stop_strings(self) -> "GenerationBody":
         if self.skip_special_tokens is False and self.stop:
             raise ValueError(
                 "skip_special_tokens: false does not go with stop, which is looked for in the text without special"
                 " tokens; leave one of them out, or use stop_token_ids"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> "GenerationBody":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only allowed when stream is true")
         return self
@@ -268,33 +259,21 @@ class CompletionBody(GenerationBody):
         return max((top for top in (echoed, self.prompt_logprobs) if top is not None), default=None)
 
     @model_validator(mode="after")
-    def _best_of_at_least_n(self) -> "CompletionBody":
+    def _prompt_parameters_suit_each_other(self) -> "CompletionBody":
         if self.best_of is not None and self.best_of < (self.n or 1):
-            raise ValueError(f"best_of: expected at least n={self.n}, of which it is the choice")
+            raise ValueError(f"best_of: expected at least n={self.n}, the number of samples to return")
         if self.best_of is not None and self.stream:
             raise ValueError("best_of: not with stream, which cannot wait for the best; leave one of them out")
-        return self
-
-    @model_validator(mode="after")
-    def _prompt_logprobs_start_or_echo(self) -> "CompletionBody":
         if self.prompt_logprobs_start and self.echo and self.logprobs is not None:
             raise ValueError(
                 "prompt_logprobs_start: not with echo and logprobs, which return the log-probabilities of the whole"
                 " prompt; leave one of them out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _packed_logprobs_or_echo(self) -> "CompletionBody":
         if self.logprobs_in_fingerprint and self.echo:
             raise ValueError(
-                "logprobs_in_fingerprint: not with echo, it has those of the answer only; leave one of them out, or"
-                " ask for prompt_logprobs"
+                "logprobs_in_fingerprint: not with echo, since it has only the log-probabilities of the answer; leave"
+                " one of them out, or ask for prompt_logprobs"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _no_tokens_only_with_the_prompt(self) -> "CompletionBody":
         if self.most_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise ValueError("max_tokens: 0 is only allowed with echo or prompt_logprobs; ask for at least 1")
         return self
@@ -338,7 +317,7 @@ class ChatBody(ConversationBody, GenerationBody):
 
     @model_validator(mode="after")
     def _only_allowed_tools(self) -> "ChatBody":
-        """Replace ``allowed_tools`` by its mode, and leave out the tools that it does not name."""
+        """Replace ``allowed_tools`` by its mode, and remove the tools that it does not name."""
         if isinstance(self.tool_choice, AllowedTools):
             allowed = self.tool_choice.allowed_tools
             names = {tool.function.name for tool in allowed.tools}

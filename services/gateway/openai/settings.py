@@ -1,4 +1,4 @@
-"""The settings of a body's samples, with every check that needs the facts of the model and no prompt."""
+"""Makes the settings of a body's samples, with the checks that need the facts of the model and no prompt."""
 
 import re
 
@@ -67,7 +67,7 @@ def make_settings(
 
 
 def check_grammar(body: GenerationBody, facts: ModelFacts, grammar: Grammar | None) -> None:
-    """Raise InvalidRequest for a grammar that the worker does not support, and for parameters that contradict it."""
+    """Raise InvalidRequest for a grammar if the worker supports none, and for parameters that contradict it."""
     if grammar is None:
         return
     if not facts.grammars:

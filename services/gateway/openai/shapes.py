@@ -1,4 +1,4 @@
-"""The JSON of answers: completions and chat, whole and in chunks."""
+"""The JSON of answers, as one object or in the chunks of a stream."""
 
 import time
 from abc import ABC, abstractmethod
@@ -22,7 +22,10 @@ from services.gateway.openai.usage import usage_of
 
 
 class Shape(ABC):
-    """How one request's answer is written. ``token_text`` is set when logprobs were asked for."""
+    """The form in which an endpoint writes the answer to one request.
+
+    ``token_text`` returns the text and the bytes of a token. None: the caller wants no log-probabilities.
+    """
 
     whole_object: str
     chunk_object: str
@@ -36,17 +39,20 @@ class Shape(ABC):
         include_usage: bool = False,
         running_usage: bool = False,
     ) -> None:
-        """``include_usage``: a stream ends with its usage. ``running_usage``: each chunk has its choice's so far."""
+        """Create the shape.
+
+        ``include_usage``: a stream ends with its usage. ``running_usage``: each chunk has the usage of its choice.
+        """
         self.request_id = request_id
         self._token_text = token_text
         self._include_usage = include_usage
         self._running_usage = running_usage
-        self._prompt_lengths: list[int] = []  # tokens, by choice; filled in for running usage
-        self._token_counts: Counter[int] = Counter()  # generated so far, by choice; for running usage
-        self._prompt_ids: list[list[int]] = []  # of each prompt, when token ids were asked for
+        self._prompt_lengths: list[int] = []  # prompt tokens by choice, for running usage
+        self._token_counts: Counter[int] = Counter()  # generated tokens by choice, for running usage
+        self._prompt_ids: list[list[int]] = []  # token ids by prompt, if the caller wants them
+        self._unsent_prompt_ids: dict[int, list[int]] = {}  # the same by choice, until its first chunk
         self._prompt_logprobs: list[Any] | None = None  # of the prompt whose choice was written last
-        self._packed: dict[int, Packed] = {}  # log-probabilities by choice, when they go into the fingerprint
-        self._untold: dict[int, list[int]] = {}  # the same by choice, until its first chunk
+        self._packed: dict[int, Packed] = {}  # log-probabilities by choice, for the fingerprint
         self._head = {
             "id": request_id,
             "object": self.whole_object,
@@ -60,7 +66,7 @@ class Shape(ABC):
         return self._template_with({})
 
     def _template_with(self, extras: dict[str, Any]) -> Template:
-        """For a chunk that has ``extras`` beside its choices."""
+        """Return the template of a chunk that has ``extras`` beside its choices."""
         between = {"usage": None} if self._include_usage and not self._running_usage else None
         return Template(self._chunk_head | extras, "choices", between)
 
@@ -76,22 +82,22 @@ class Shape(ABC):
     def _chunk_head(self) -> dict[str, Any]:
         return self._head | {"object": self.chunk_object}
 
-    def tell_prompts(self, jobs: Sequence[PromptRequest]) -> None:
-        """Token ids were asked for: those of prompts are told as well."""
-        self._prompt_ids = [job.prompt_ids.tolist() for job in jobs]
-        by_choice = [ids for job, ids in zip(jobs, self._prompt_ids, strict=True) for _ in range(job.settings.n)]
-        self._untold = dict(enumerate(by_choice))
-
-    def begin(self, jobs: Sequence[PromptRequest]) -> None:
-        """Take note of the requests before the first chunk."""
+    def begin(self, prompts: Sequence[PromptRequest]) -> None:
+        """Store the prompts, before the answer begins."""
         if self._running_usage:
-            self._prompt_lengths = [len(job.prompt_ids) for job in jobs for _ in range(job.settings.n)]
+            self._prompt_lengths = [len(prompt.prompt_ids) for prompt in prompts for _ in range(prompt.settings.n)]
+        if prompts[0].settings.return_token_ids:
+            self._prompt_ids = [prompt.prompt_ids.tolist() for prompt in prompts]
+            by_choice = [
+                ids for prompt, ids in zip(prompts, self._prompt_ids, strict=True) for _ in range(prompt.settings.n)
+            ]
+            self._unsent_prompt_ids = dict(enumerate(by_choice))
 
-    async def settle(self, choices: Sequence[ActiveSample]) -> None:  # noqa: B027 (most have nothing to do)
-        """Everything of the answer is there, and ``whole`` or ``ending`` comes next."""
+    async def settle(self, choices: Sequence[ActiveSample]) -> None:  # noqa: B027 (most shapes do nothing)
+        """Finish the answer, before ``whole`` or ``ending`` is called. Shapes that store the answer do it here."""
 
     def until_error(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """A stream's ``events``; and the last one, where the endpoint has its own, instead of a ``TokaError``."""
+        """Return the ``events`` of a stream. Some endpoints replace a ``TokaError`` by an event of their own."""
         return events
 
     def broken(self, error: TokaError) -> bytes:
@@ -99,7 +105,7 @@ class Shape(ABC):
         return error_event(error)
 
     def whole(self, choices: Sequence[ActiveSample], written: Sequence[bytes]) -> bytes:
-        """The body of an answer that is not streamed. ``written``: what ``choice`` made of each."""
+        """Return the body of an answer that is not streamed. ``written``: the JSON of each choice."""
         fragments = [orjson.Fragment(text) for text in written]
         if self._packed:
             packed = [self._packed[index] for index in range(len(written))]
@@ -107,28 +113,30 @@ class Shape(ABC):
         return orjson.dumps(self._head | {"choices": fragments, "usage": self._usage(choices)} | self._whole_extras())
 
     def beginning(self) -> bytes:
-        """What comes before all choices."""
+        """Return the events before all choices."""
         return b""
 
     def ending(self, choices: Sequence[ActiveSample]) -> bytes:
-        """What comes behind all choices."""
-        return self.usage_chunk(choices) + DONE
+        """Return the events after all choices: the chunk with the usage if the caller wants it, and the end mark."""
+        if not self._include_usage:
+            return DONE
+        return event(self._chunk_head | {"choices": [], "usage": self._usage(choices)}) + DONE
 
     def opening(self, index: int) -> bytes:
-        """What comes before the first chunk of a choice."""
+        """Return the events before the first chunk of a choice."""
         return b""
 
     def chunk(self, index: int, piece: Piece, reason: str | None) -> bytes:
-        """A chunk with new text, and the finish reason in the last one of its choice."""
+        """Return a chunk with a choice's next ``piece``. ``reason``: the finish reason if it is the last piece."""
         return self._chunk(index, self._chunk_content(piece.text, reason is not None), piece, reason)
 
-    def note(self, index: int, token_ids: TokenIds) -> None:
-        """Take the tokens of a choice's next piece. Their text may be held back for a later piece."""
+    def add_tokens(self, index: int, token_ids: TokenIds) -> None:
+        """Count the tokens of a choice's next piece. Their text may be held back for a later piece."""
         if self._running_usage:
             self._token_counts[index] += len(token_ids)
 
     def _chunk(self, index: int, content: bytes, piece: Piece, reason: str | None) -> bytes:
-        """A chunk with ``content``, and what ``piece`` has beside its text."""
+        """Return a chunk with ``content``, and with the other data of ``piece``."""
         logprobs = b"null"
         if piece.entries and self._token_text is not None:
             logprobs = orjson.dumps(self._logprobs(piece.entries, self._token_text))
@@ -141,62 +149,57 @@ class Shape(ABC):
             choice = choice[:-2] + b"," + orjson.dumps(extras)[1:-1] + choice[-2:]
         return self._fill(self._template, index, choice)
 
-    def usage_chunk(self, choices: Sequence[ActiveSample]) -> bytes:
-        """The chunk after the last, when ``stream_options.include_usage`` asked for it."""
-        if not self._include_usage:
-            return b""
-        return event(self._chunk_head | {"choices": [], "usage": self._usage(choices)})
-
     def choice(self, choice: ActiveSample, piece: Piece) -> bytes:
         """Return one whole choice as JSON."""
         logprobs = None if self._token_text is None else self._logprobs(piece.entries, self._token_text)
         content, reason = self._content(choice, piece.text)
-        told = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": reason}
-        told["stop_reason"] = choice.stop_reason
+        document = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": reason}
+        document["stop_reason"] = choice.stop_reason
         if piece.token_ids is not None:
-            told |= {"token_ids": piece.token_ids} | self._choice_extras(choice)
+            document |= {"token_ids": piece.token_ids} | self._choice_extras(choice)
         if piece.packed is not None:
             self._packed[choice.index] = piece.packed
         if piece.prompt_logprobs is not None:
             self._prompt_logprobs = piece.prompt_logprobs
-            told |= self._scores()
-        return b"%b" % orjson.dumps(told)  # a copy: orjson returns buffers of 4 KiB, and thousands of choices are kept
+            document |= self._scores()
+        # A copy, because orjson returns buffers of 4 KiB and thousands of choices are kept.
+        return b"%b" % orjson.dumps(document)
 
     def _usage(self, choices: Sequence[ActiveSample]) -> dict[str, Any]:
-        """``usage`` of the answer."""
+        """Return ``usage`` of the answer."""
         return usage_of(choices)
 
     def _whole_extras(self) -> dict[str, Any]:
-        """What an answer holds beside its choices."""
+        """Return the members of a whole answer besides its choices and its usage."""
         return {}
 
     def _choice_extras(self, choice: ActiveSample) -> dict[str, Any]:
-        """What a whole choice holds beside its token ids."""
+        """Return the members of a whole choice that go with its token ids."""
         return {}
 
     def _scores(self) -> dict[str, Any]:
-        """What a whole choice holds when log-probabilities of its prompt were asked for."""
+        """Return the members of a whole choice for the log-probabilities of its prompt."""
         return {}
 
     def _chunk_extras(self, index: int) -> dict[str, Any]:
-        """What a chunk's choice holds beside its token ids."""
+        """Return the members of a chunk's choice that go with its token ids."""
         return {}
 
     @abstractmethod
     def _content(self, choice: ActiveSample, text: str) -> tuple[dict[str, Any], str]:
-        """What a whole choice holds its text in, and its finish reason."""
+        """Return the members of a whole choice for its text, and its finish reason."""
 
     @abstractmethod
     def _logprobs(self, entries: Sequence[TokenEntry], token_text: TokenText) -> dict[str, Any]:
-        """``logprobs`` of a choice."""
+        """Return ``logprobs`` of a choice."""
 
     @abstractmethod
     def _chunk_content(self, text: str, last: bool) -> bytes:
-        """What a chunk holds its text in, as a member of a JSON object."""
+        """Return the member of a chunk's choice for its text, as JSON without braces."""
 
 
 class CompletionShape(Shape):
-    """``/v1/completions``."""
+    """The shape of ``/v1/completions``."""
 
     whole_object = chunk_object = "text_completion"
 
@@ -210,7 +213,7 @@ class CompletionShape(Shape):
         return {"prompt_logprobs": self._prompt_logprobs}
 
     def _chunk_extras(self, index: int) -> dict[str, Any]:
-        ids = self._untold.pop(index, None)
+        ids = self._unsent_prompt_ids.pop(index, None)
         return {} if ids is None else {"prompt_token_ids": ids}
 
     def _logprobs(self, entries: Sequence[TokenEntry], token_text: TokenText) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Server-sent events: the response that streams them, and ready-made JSON around what changes from chunk to chunk."""
+"""Server-sent events: the response that streams them, and templates for the JSON of chunks."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +20,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(document: dict[str, Any]) -> bytes:
-    """One event."""
+    """Return the event with ``document`` as its data."""
     return b"data: " + orjson.dumps(document) + b"\n\n"
 
 
@@ -30,22 +30,22 @@ def error_event(error: TokaError) -> bytes:
 
 
 class Template:
-    """A JSON object with one value left open: ``{**fixed, key: <value>, **rest}`` without building it each time."""
+    """An event whose JSON object is written once, but for one value: ``{**fixed, key: <value>, **rest}``."""
 
     def __init__(self, fixed: dict[str, Any], key: str, rest: dict[str, Any] | None = None) -> None:
         self._before = b"data: " + orjson.dumps(fixed)[:-1] + b"," + orjson.dumps(key) + b":"
         self._after = (b"," + orjson.dumps(rest)[1:] if rest else b"}") + b"\n\n"
 
     def fill(self, value: bytes) -> bytes:
-        """The event with ``value`` (JSON) in its place."""
+        """Return the event with ``value``, which is JSON."""
         return self._before + value + self._after
 
 
 class EventStream(Response):
-    """Sends what ``events`` yields until it ends or the client disconnects.
+    """A response that sends ``events`` until they end or the client disconnects.
 
-    ``close`` is called in any case, with True if the client disconnected. An error from ``events`` becomes the last
-    event, in the form that ``broken`` gives it, since the status line has been sent.
+    ``close`` is called at the end, with True if the client disconnected. An error from ``events`` becomes the last
+    event, which ``broken`` returns, since the status line has been sent.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class EventStream(Response):
         self._broken = broken or error_event
 
     def taken(self) -> tuple[AsyncIterator[bytes], Callable[[], None]]:
-        """Return the events, and what to call at their end, for a reader inside the gateway. No client gets them."""
+        """Return the events, and a function to call at their end, for a background task instead of a client."""
         return self._events, lambda: self._close(False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        left = False
+        disconnected = False
         try:
             await while_connected(receive, self._send_all(send))
         except ClientDisconnect:
-            left = True
+            disconnected = True
         finally:
-            self._close(left)
+            self._close(disconnected)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

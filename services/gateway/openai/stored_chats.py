@@ -7,7 +7,7 @@ import orjson
 from fastapi import Request, Response
 from pydantic import Field
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidValue
 from services.gateway.http.errors import response
 from services.gateway.http.request import Posted, read_body, read_caller
 from services.gateway.openai.body import Body
@@ -17,7 +17,7 @@ from services.gateway.openai.router import AFTER, ORDER, Router, limit, paramete
 from services.gateway.store.chats import ChatFilter
 from services.gateway.store.queries import Query
 from services.gateway.store.service import opened
-from services.gateway.store.shapes import page
+from services.gateway.store.shapes import page, page_of
 from services.gateway.store.tables import StoredChat
 
 MAX_PAGE = 100
@@ -36,7 +36,7 @@ class ChatUpdateBody(Body):
 
 @router.get(_CHATS, openapi_extra=parameters(AFTER, limit(MAX_PAGE), ORDER, _MODEL))
 async def list_chats(request: Request) -> Response:
-    """List stored chat completions, the first one first."""
+    """List stored chat completions, the oldest first."""
     query = Query(request)
     most, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("asc", "desc"))
     wanted = ChatFilter(query.text("model"), _labels(request))
@@ -44,14 +44,14 @@ async def list_chats(request: Request) -> Response:
     chats, has_more = await store.chats.page(
         read_caller(request).owner, wanted, after=query.text("after"), limit=most, newest_first=order == "desc"
     )
-    return response(200, page([_told(chat) for chat in chats], has_more))
+    return response(200, page([_chat_object(chat) for chat in chats], has_more))
 
 
 @router.get(_CHAT)
 async def get_chat(request: Request, completion_id: str) -> Response:
     """Return a stored chat completion."""
     store = await opened(request)
-    return response(200, _told(await store.chats.get(completion_id, read_caller(request).owner)))
+    return response(200, _chat_object(await store.chats.get(completion_id, read_caller(request).owner)))
 
 
 @router.post(_CHAT, openapi_extra=takes(ChatUpdateBody.model_json_schema()))
@@ -62,7 +62,7 @@ async def update_chat(request: Request, completion_id: str) -> Response:
     body = await parse_large(gateway.text, Posted(raw), ChatUpdateBody)
     store = await opened(request)
     chat = await store.chats.update(completion_id, body.metadata, read_caller(request).owner)
-    return response(200, _told(chat), ignored_header(body))
+    return response(200, _chat_object(chat), ignored_header(body))
 
 
 @router.delete(_CHAT)
@@ -79,14 +79,7 @@ async def list_chat_messages(request: Request, completion_id: str) -> Response:
     most, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("asc", "desc"))
     chat = await (await opened(request)).chats.get(completion_id, read_caller(request).owner)
     messages = await request.app.state.gateway.text.worked(len(chat.items), orjson.loads, chat.items)
-    if order == "desc":
-        messages.reverse()
-    if (after := query.text("after")) is not None:
-        places = [place for place, message in enumerate(messages, 1) if message["id"] == after]
-        if not places:
-            raise InvalidRequest(f"after={after[:100]!r}: there is no such message", field="after")
-        messages = messages[places[0] :]
-    return response(200, page(messages[:most], len(messages) > most))
+    return response(200, page_of(messages, query, most, reverse=order == "desc"))
 
 
 def _labels(request: Request) -> dict[str, str]:
@@ -97,15 +90,14 @@ def _labels(request: Request) -> dict[str, str]:
             continue
         key = found[1]
         if any(sign in key for sign in '"\0') or "\0" in value or len(given) == MAX_METADATA:
-            raise InvalidRequest(
+            raise InvalidValue(
                 f"metadata: expected at most {MAX_METADATA} keys, without quotation marks and NUL characters",
                 field="metadata",
-                reason="INVALID_VALUE",
             )
         given[key] = value
     return given
 
 
-def _told(chat: StoredChat) -> dict[str, Any]:
-    told: dict[str, Any] = orjson.loads(chat.body)
-    return told | {"metadata": chat.labels or {}}
+def _chat_object(chat: StoredChat) -> dict[str, Any]:
+    document: dict[str, Any] = orjson.loads(chat.body)
+    return document | {"metadata": chat.labels or {}}

@@ -1,4 +1,4 @@
-"""``thinking_token_budget``: which reasoning section of an answer it limits."""
+"""The limit ``thinking_token_budget`` on the reasoning section of an answer."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from services.gateway.openai.output.formats import OutputFormats
 from tokasaurus.common.v1.sampling_pb2 import Sampling, ThinkingBudget
 
 FIELD = "thinking_token_budget"
-# What chat templates and other engines call it.
+# Names of the limit in chat templates and other engines.
 TEMPLATE_NAMES = frozenset({"thinking_budget", "thinking_token_budget", "max_thinking_tokens", "reasoning_budget"})
 
 _OPENED = {Thoughts.OPENED: True, Thoughts.MAYBE: False}
@@ -20,10 +20,10 @@ _OPENED = {Thoughts.OPENED: True, Thoughts.MAYBE: False}
 def limit_thinking(
     settings: Settings, tokens: int | None, formats: OutputFormats, facts: ModelFacts, thoughts: Thoughts | None
 ) -> Settings:
-    """Return ``settings`` with a budget of ``tokens`` for the reasoning section; None = no budget.
+    """Return ``settings`` with a budget of ``tokens`` for the reasoning section. None: no budget.
 
-    ``thoughts`` is what the answer begins with; None = as the tokens of each prompt say. An answer that cannot begin
-    with a reasoning section keeps any budget. Raises InvalidRequest if the model has no such section.
+    ``thoughts``: the beginning of the answer. None: the end of each prompt decides. An answer that cannot begin with a
+    reasoning section is not limited. Raises InvalidRequest if the model has no such section.
     """
     if tokens is None:
         return settings

@@ -1,6 +1,6 @@
 """``POST /tokenize`` and ``POST /detokenize``, in vLLM's shapes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -14,14 +14,15 @@ from services.common.text.encoder import MAX_TOKENS
 from services.gateway.http.request import Caller, Posted
 from services.gateway.openai.body import Body
 from services.gateway.openai.conversation import render
-from services.gateway.openai.fields import TokenId
+from services.gateway.openai.fields import ModelName, TokenId
 from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.logprobs import TokenText
 from services.gateway.openai.messages import MAX_MESSAGES, ConversationBody, Message
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.router import Router
 
-_TOKEN_BYTES = 8  # of an answer
-_PIECE = 16_384
+_TOKEN_BYTES = 8  # approximate size of a token in the response
+_PIECE = 16_384  # values that orjson writes in one call
 
 
 class TokenizeBody(ConversationBody):
@@ -29,10 +30,7 @@ class TokenizeBody(ConversationBody):
 
     nested: ClassVar[tuple[str, ...]] = ("messages", "tools")
 
-    model: str | None = Field(
-        default=None,
-        description="Name of the served model. Default: the served model. strict_model_names= decides on other names.",
-    )
+    model: ModelName = None
     prompt: str | None = Field(default=None, description="A text. Send either prompt or messages.")
     messages: Annotated[
         list[Message], Field(max_length=MAX_MESSAGES, default_factory=list, description="The conversation, in order.")
@@ -50,7 +48,7 @@ class TokenizeBody(ConversationBody):
 
 
 def _list_or_array(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Return the array that a large body has in place of a list of token ids, or the validated list."""
+    """Return the validated list of token ids, or the array that replaces it in a large body."""
     if not isinstance(value, np.ndarray):
         return validate(value)
     if len(value) > MAX_TOKENS:
@@ -63,11 +61,7 @@ class DetokenizeBody(Body):
 
     bulks: ClassVar[Mapping[str, Bulk]] = {"tokens": Bulk()}
 
-    model: str | None = Field(
-        default=None,
-        description="Name of the served model. Default: the served model. strict_model_names= decides on other names.",
-    )
-
+    model: ModelName = None
     tokens: Annotated[
         list[TokenId], Field(max_length=MAX_TOKENS, description="Token ids."), WrapValidator(_list_or_array)
     ]
@@ -89,9 +83,9 @@ async def tokenize(gateway: Gateway, posted: Posted, caller: Caller) -> Response
     else:
         prompt = await render(gateway.text, body, max_tokens=None, add_special_tokens=bool(body.add_special_tokens))
         ids, unknown = prompt.ids, prompt.unknown
-    strings = gateway.text.token_text if body.return_token_strs else None
-    answer = await gateway.text.worked(len(ids) * _TOKEN_BYTES, _answer, ids, facts.max_context_tokens, strings)
-    return _json(answer, ignored_header(body, unknown))
+    token_text = gateway.text.token_text if body.return_token_strs else None
+    content = await gateway.text.worked(len(ids) * _TOKEN_BYTES, _tokens, ids, facts.max_context_tokens, token_text)
+    return _json(content, ignored_header(body, unknown))
 
 
 @router.answer("/detokenize", DetokenizeBody)
@@ -107,23 +101,22 @@ async def detokenize(gateway: Gateway, posted: Posted, caller: Caller) -> Respon
 def _check(tokens: list[int] | np.ndarray, vocab_size: int) -> None:
     wrong = np.flatnonzero(np.asarray(tokens, np.int64) >= vocab_size)
     if len(wrong):
-        place = int(wrong[0])
-        token = tokens[place]
+        index = int(wrong[0])
         raise InvalidRequest(
-            f"token id {token} does not exist: this model has ids 0 to {vocab_size - 1}",
-            field=f"tokens[{place}]",
+            f"token id {tokens[index]} does not exist: this model has ids 0 to {vocab_size - 1}",
+            field=f"tokens[{index}]",
             reason="UNKNOWN_TOKEN",
         )
 
 
-def _answer(ids: list[int], max_model_len: int, text_of: Callable[[int], tuple[str, bytes]] | None) -> bytes:
-    strings = b"null" if text_of is None else _listed([text_of(token)[0] for token in ids])
+def _tokens(ids: list[int], max_model_len: int, token_text: TokenText | None) -> bytes:
+    strings = b"null" if token_text is None else _listed([token_text(token)[0] for token in ids])
     form = b'{"count":%d,"max_model_len":%d,"tokens":%b,"token_strs":%b}'
     return form % (len(ids), max_model_len, _listed(ids), strings)
 
 
 def _listed(values: list[Any]) -> bytes:
-    """A list as JSON, piece by piece: while orjson writes one, nobody else has the interpreter."""
+    """Return a list as JSON, written in pieces: orjson holds the interpreter lock while it writes a piece."""
     pieces = (orjson.dumps(values[at : at + _PIECE])[1:-1] for at in range(0, len(values), _PIECE))
     return b"[%b]" % b",".join(pieces)
 

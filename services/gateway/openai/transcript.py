@@ -1,4 +1,4 @@
-"""One choice's tokens as text, and its logprobs held back as long as their text is."""
+"""The text of one choice's tokens, and their log-probabilities, which are held back until their text is final."""
 
 import codecs
 from collections import deque
@@ -14,26 +14,26 @@ from services.gateway.openai.packed_logprobs import Packed
 
 
 class TokenEntry(NamedTuple):
-    """A token with its logprob; ``text_offset`` counts characters of the choice's text before it."""
+    """A token with its log-probability."""
 
     token_id: int
-    logprob: TokenLogprob | None  # None: the first token of a prompt has none
-    text_offset: int
+    logprob: TokenLogprob | None  # None for the first token of a prompt
+    text_offset: int  # characters of the choice's text before the token
 
 
 class Piece(NamedTuple):
-    """What is new in a choice's answer."""
+    """The next part of a choice. A field is None if the caller does not want it."""
 
     text: str
     entries: list[TokenEntry]
-    token_ids: list[int] | None = None  # all new ones, also those whose text is held back; None: not asked for
-    prompt_logprobs: list[Any] | None = None  # in vLLM's shape; None: not asked for
-    packed: Packed | None = None  # log-probabilities of all tokens; None: not asked for
-    stop_reason: str | int | None = None  # with the last piece: the stop string or token id that ended the choice
+    token_ids: list[int] | None = None  # all new tokens, also those whose text is held back
+    prompt_logprobs: list[Any] | None = None  # in vLLM's shape
+    packed: Packed | None = None  # log-probabilities of all tokens
+    stop_reason: str | int | None = None  # in the last piece: the stop string or token id that ended the choice
 
 
 def whole_text(vocabulary: Vocabulary, token_ids: TokenIds, ending: Ending) -> str:
-    """The text of a choice that is complete: what a ``Transcript`` says in all, in one go."""
+    """Return the text of a complete choice. It is the text that a ``Transcript`` returns in pieces."""
     if isinstance(token_ids, np.ndarray) and token_ids.max(initial=0) < vocabulary.size:
         data = b"".join(map(vocabulary.token_bytes.__getitem__, token_ids.tolist()))  # twice as fast
     else:
@@ -42,45 +42,48 @@ def whole_text(vocabulary: Vocabulary, token_ids: TokenIds, ending: Ending) -> s
 
 
 class Transcript:
-    """Owned by one choice; used by one thread. The text of all pieces is the answer, whatever the pieces."""
+    """Turns the tokens of one choice into pieces of text. Used by one thread.
 
-    def __init__(self, vocabulary: Vocabulary, stop_strings: Sequence[str] = (), *, behind: int = 0) -> None:
-        """``behind``: characters of the choice's text that stand before its tokens."""
+    The text of all pieces together does not depend on how the tokens are divided.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, stop_strings: Sequence[str] = (), *, offset: int = 0) -> None:
+        """Create a transcript. ``offset``: number of characters of the choice's text before its tokens."""
         self._token_bytes = vocabulary.token_bytes
         self._detokenizer = Detokenizer(vocabulary, stop_strings)
-        self._held: deque[tuple[int, TokenEntry]] = deque()  # (where its bytes begin, entry)
+        self._waiting: deque[tuple[int, TokenEntry]] = deque()  # offset of its bytes, entry
         self._bytes = 0  # of all tokens so far
-        self._characters = behind  # complete in them, and before
+        self._characters = offset  # complete characters of all tokens, and those before them
         self._counter = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._told = 0  # bytes of the text given out
+        self._released = 0  # bytes of the text that was returned
 
     def push(self, token_ids: TokenIds, logprobs: Sequence[TokenLogprob | None]) -> Piece:
-        """Take new tokens; give the text that is certain, and the logprobs of the tokens it came from."""
+        """Add tokens. Return the text that is final, and the log-probabilities of its tokens."""
         text = self._detokenizer.push(token_ids)
         if not logprobs:
             return Piece(text, [])
-        self._hold(token_ids, logprobs)
-        self._told += len(text.encode())
-        return Piece(text, self._release(self._told))
+        self._append(token_ids, logprobs)
+        self._released += len(text.encode())
+        return Piece(text, self._release(self._released))
 
     def finish(self, ending: Ending) -> Piece:
-        """The rest of the answer, without the stop string and the tokens that belong to nothing else."""
+        """Return the rest of the text, without the stop string and the tokens that are only part of it."""
         text = self._detokenizer.finish(ending.trailing_bytes)
         return Piece(text, self._release(self._bytes - ending.trailing_bytes if ending.trailing_bytes else None))
 
-    def _hold(self, token_ids: TokenIds, logprobs: Sequence[TokenLogprob | None]) -> None:
+    def _append(self, token_ids: TokenIds, logprobs: Sequence[TokenLogprob | None]) -> None:
         for token_id, logprob in zip(token_ids, logprobs, strict=True):
             added = self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
             if logprob is not None:
-                # Half a character that this token does not complete will stand in the text as U+FFFD.
+                # An incomplete character that this token does not complete becomes U+FFFD, before this token.
                 broken = bool(self._counter.getstate()[0]) and added[:1] != b"" and added[0] & 0xC0 != 0x80
-                self._held.append((self._bytes, TokenEntry(token_id, logprob, self._characters + broken)))
+                self._waiting.append((self._bytes, TokenEntry(token_id, logprob, self._characters + broken)))
             self._bytes += len(added)
             self._characters += len(self._counter.decode(added))
 
     def _release(self, end: int | None) -> list[TokenEntry]:
-        """The held entries whose bytes begin before ``end`` (None: all)."""
+        """Remove the waiting entries whose bytes begin before ``end``, or all if it is None, and return them."""
         released = []
-        while self._held and (end is None or self._held[0][0] < end):
-            released.append(self._held.popleft()[1])
+        while self._waiting and (end is None or self._waiting[0][0] < end):
+            released.append(self._waiting.popleft()[1])
         return released

@@ -16,9 +16,9 @@ from services.gateway.openai.schemas import ChatBody
 async def render_prompt(
     text: TextEngine, limits: Limits, body: ChatBody, facts: ModelFacts, max_tokens: int | None, *, drop_oldest: bool
 ) -> Prompt:
-    """Return the prompt of ``body``, of at most ``max_tokens`` unless that is None. Raises ``InvalidRequest``.
+    """Return the prompt of ``body``. With ``drop_oldest``, drop the oldest messages if it exceeds the context.
 
-    ``drop_oldest``: if the prompt exceeds the context, drop the oldest messages.
+    Raises ``InvalidRequest``, also for a prompt of more than ``max_tokens`` tokens unless that is None.
     """
     if drop_oldest:
         return await _render_newest(text, limits, body, facts, max_tokens)
@@ -56,8 +56,8 @@ async def _render_newest(
     shortest = await newest(parts)
     if (best := await render_if_fits(shortest)) is None:
         return await _render_whole(text, shortest, max_tokens)
-    # Search for the number of parts to keep. The steps double before the binary search, so that a conversation much
-    # longer than the context is rendered as a whole only once.
+    # Search for the number of parts to keep. The steps double before the binary search. A conversation much longer than
+    # the context is therefore rendered as a whole only once.
     fits, exceeds, step = 0, len(parts), 1
     while exceeds - fits > 1:
         count = min(fits + step, (fits + exceeds) // 2)
@@ -75,10 +75,10 @@ def _without(body: ChatBody, dropped: Sequence[set[int]]) -> ChatBody:
 
 
 def _max_prompt_tokens(limits: Limits, body: ChatBody, facts: ModelFacts) -> tuple[int, int]:
-    """Return the largest token counts of a prompt that is not truncated, and of one that is.
+    """Return the maximum number of tokens of a prompt that is not truncated, and of a truncated prompt.
 
-    The first leaves room for a short answer. The second leaves room for the answer that the body allows, but for this
-    keeps at most half of the context. Both leave room for ``min_tokens``.
+    The first leaves room for a short answer. The second leaves room for the answer that the body allows, up to half of
+    the context. Both leave room for ``min_tokens``.
     """
     context, least = facts.max_context_tokens, body.min_tokens or 0
     max_tokens = limits.max_tokens(body, default_max_tokens(body, facts))
@@ -93,10 +93,10 @@ def _max_prompt_tokens(limits: Limits, body: ChatBody, facts: ModelFacts) -> tup
 def droppable(messages: Sequence[Message]) -> list[set[int]]:
     """Return the parts of a conversation that may be dropped, the oldest first, as indices of messages.
 
-    A part is a turn: a message of the user, and all messages before the next one. So the remaining conversation begins
-    with the user. After the last message of the user, each message is a part. The outputs of a call belong to the part
-    of the call. These messages are in no part: those of the system and the developer, the last message of the user, and
-    the last message of all with its call.
+    A part is a message of the user with all messages before the user's next one. The remaining conversation therefore
+    begins with the user. After the last message of the user, each message is a part. The outputs of a call belong to
+    the part of the call. No part has messages of the system or the developer, the last message of the user, or the last
+    message of all with its call.
     """
     last_question = max((index for index, message in enumerate(messages) if message.role == "user"), default=-1)
     parts: list[set[int]] = []

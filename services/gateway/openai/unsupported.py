@@ -1,6 +1,6 @@
-"""Parameters that OpenAI (or a well-known engine) knows and this gateway does not honour yet.
+"""Parameters of OpenAI or a well-known engine that this gateway does not support.
 
-One of them with its neutral value changes nothing and passes; with any other it is refused by name, never ignored.
+A parameter with a neutral value changes nothing and is accepted. With any other value it is rejected, never ignored.
 """
 
 from typing import Any
@@ -8,15 +8,16 @@ from typing import Any
 from services.common.errors import InvalidRequest
 from services.gateway.openai.body import Body, Elsewhere
 
-# These stay refused, for the reason given.
+# Parameters that will not be supported, with the error message.
 NEVER = {
     "chat_template": (
-        "chat_template is code, and this server runs none that comes with a request; leave it out, or put the template"
-        " into the model's directory as chat_template.jinja"
+        "chat_template is code, and this server runs no code of a request; leave it out, or put the template into the"
+        " model's directory as chat_template.jinja"
     ),
 }
 
-# What one endpoint has, the other refuses too: a client that sends it counts on it.
+# Neutral values by parameter. An endpoint also rejects parameters of other endpoints: a client that sends one relies on
+# it.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "adapter_id": (),
     "add_generation_prompt": (True,),
@@ -104,7 +105,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0,),
 } | dict.fromkeys(NEVER, ())
 
-# Names that other engines have for parameters of ours.
+# Other engines' names for parameters of this server.
 RENAMED = {
     "logprob_start_len": Elsewhere("prompt_logprobs_start", (-1,)),
     "max_reasoning_tokens": Elsewhere("thinking_token_budget"),
@@ -114,12 +115,12 @@ RENAMED = {
     "thinking_budget_tokens": Elsewhere("thinking_token_budget", (-1,)),
 }
 
-# They concern OpenAI's own bookkeeping and change no answer.
+# Unknown parameters that are accepted silently: they are for OpenAI's own services and change no answer.
 HARMLESS = frozenset({"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"})
 
 
 def refuse_unsupported(body: dict[str, Any], kind: type[Body]) -> None:
-    """Raise ``InvalidRequest`` for the first parameter in ``body`` that asks for something that ``kind`` has not."""
+    """Raise ``InvalidRequest`` for the first parameter in ``body`` that ``kind`` does not support."""
     for name, value in body.items():
         if name in kind.model_fields or value is None:
             continue
@@ -147,5 +148,5 @@ def _refusal(name: str, other: Elsewhere) -> str:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equal, and not only because True == 1."""
+    """Return whether two values are equal. True and 1 are not."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

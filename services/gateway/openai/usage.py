@@ -1,4 +1,4 @@
-"""OpenAI's ``usage``: what a request took, from the endings of its choices."""
+"""OpenAI's ``usage``: the tokens and the time of a request, from the outcomes of its choices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,13 +8,14 @@ from services.gateway.engine.codec import Ending
 
 
 def usage_of(choices: Sequence[ActiveSample]) -> dict[str, Any]:
-    """Over all choices of a request, each with its ending. A prompt counts once, however many samples it has."""
+    """Return the usage of a request, whose choices have ended. A prompt counts once, not for each of its samples."""
     prompts: dict[int, tuple[int, int]] = {}  # prompt index -> (tokens, cached tokens)
     completion = 0
     for choice in choices:
         ending = choice.outcome
         completion += ending.completion_tokens
-        # Later samples share the first one's pages; the one with the least was the one that computed the prompt.
+        # Later samples share the pages of the first, so the fewest cached tokens are those of the sample that computed
+        # the prompt.
         _, cached = prompts.get(choice.prompt_index, (0, ending.cached_tokens))
         prompts[choice.prompt_index] = (ending.prompt_tokens, min(cached, ending.cached_tokens))
     prompt = sum(tokens for tokens, _ in prompts.values())
@@ -28,7 +29,10 @@ def usage_of(choices: Sequence[ActiveSample]) -> dict[str, Any]:
 
 
 def _timing(endings: Sequence[Ending]) -> dict[str, int]:
-    """An extension: where the time went, each the longest of any choice. Whole numbers, as clients add them up."""
+    """Return the longest time of any choice for each phase, in milliseconds. This is an extension of OpenAI's usage.
+
+    Times are whole numbers, because clients add up the members of ``usage``.
+    """
     return {
         "queue_ms": round(1000 * max((ending.queued_s for ending in endings), default=0)),
         "prefill_ms": round(1000 * max((ending.prefill_s for ending in endings), default=0)),

@@ -7,7 +7,7 @@ from sqlalchemy import func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from services.common.errors import AlreadyExists, FailedPrecondition, InvalidRequest, NotFound, Overloaded
+from services.common.errors import AlreadyExists, FailedPrecondition, InvalidRequest, InvalidValue, NotFound, Overloaded
 from services.gateway.store.database import Store
 from services.gateway.store.files import find_file
 from services.gateway.store.forecast import RECENT_CHUNKS, Forecast, forecast
@@ -70,10 +70,9 @@ class Batches:
                 session, batch.input_file_id, batch.key_name, field="input_file_id", locked=True, shared=True
             )
             if file.purpose != "batch":
-                raise InvalidRequest(
+                raise InvalidValue(
                     f"the file {file.id} was uploaded for {file.purpose!r}; upload it with purpose batch",
                     field="input_file_id",
-                    reason="INVALID_VALUE",
                 )
             batch.input_blob = file.blob
             session.add(batch)

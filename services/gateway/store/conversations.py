@@ -7,7 +7,7 @@ import orjson
 from sqlalchemy import delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from services.common.errors import InvalidRequest, NotFound
+from services.common.errors import InvalidRequest, InvalidValue, NotFound
 from services.gateway.store.database import Store
 from services.gateway.store.expiry import delete_some
 from services.gateway.store.ids import new_id, now
@@ -168,11 +168,10 @@ async def _add(
     conversation.items += len(rows)
     conversation.bytes += sum(len(row["body"]) for row in rows)
     if bounded and (conversation.items > MAX_ITEMS or conversation.bytes > MAX_BYTES):
-        raise InvalidRequest(
+        raise InvalidValue(
             f"items: a conversation has at most {MAX_ITEMS} items and {MAX_BYTES} bytes of JSON; begin a new one with"
             " what is still needed",
             field="items",
-            reason="INVALID_VALUE",
         )
     _postpone(conversation)
     await session.flush()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from fastapi import Request
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidValue
 
 _NUMBER = re.compile(r"[0-9]{1,12}")
 
@@ -20,11 +20,7 @@ class Query:
         """Return a parameter, or None if it is missing or empty."""
         value = self._values.get(name) or None
         if value is not None and "\0" in value:  # PostgreSQL rejects NUL
-            raise InvalidRequest(
-                f"invalid value for {name!r}: it has a NUL character; leave that out",
-                field=name,
-                reason="INVALID_VALUE",
-            )
+            raise InvalidValue(f"invalid value for {name!r}: it has a NUL character; leave that out", field=name)
         return value
 
     def number(self, name: str, default: int, least: int, most: int) -> int:
@@ -36,10 +32,8 @@ class Query:
         """Return one of ``choices``. The first is the default."""
         value = self._values.get(name, choices[0])
         if value not in choices:
-            raise InvalidRequest(
-                f"invalid value for {name!r}: expected {' or '.join(choices)} (got {value[:64]!r})",
-                field=name,
-                reason="INVALID_VALUE",
+            raise InvalidValue(
+                f"invalid value for {name!r}: expected {' or '.join(choices)} (got {value[:64]!r})", field=name
             )
         return value
 
@@ -47,9 +41,8 @@ class Query:
 def whole_number(name: str, value: str, least: int, most: int) -> int:
     """Return ``value`` as a number from ``least`` to ``most``."""
     if not _NUMBER.fullmatch(value) or not least <= int(value) <= most:
-        raise InvalidRequest(
+        raise InvalidValue(
             f"invalid value for {name!r}: expected a whole number from {least} to {most} (got {value[:64]!r})",
             field=name,
-            reason="INVALID_VALUE",
         )
     return int(value)

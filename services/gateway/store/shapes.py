@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from services.common.errors import InvalidRequest
 from services.gateway.store.batches import Shown
+from services.gateway.store.queries import Query
 from services.gateway.store.tables import StoredFile
 
 
@@ -32,6 +34,21 @@ def page(items: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
         "last_id": ids[-1] if ids else None,
         "has_more": has_more,
     }
+
+
+def page_of(items: list[dict[str, Any]], query: Query, most: int, *, reverse: bool) -> dict[str, Any]:
+    """Return a page of ``items``, of at most ``most`` items after the item ``after`` of the query.
+
+    ``reverse``: list the last item first. Raises InvalidRequest if there is no item ``after``.
+    """
+    if reverse:
+        items = items[::-1]
+    if (after := query.text("after")) is not None:
+        start = next((number for number, item in enumerate(items, 1) if item["id"] == after), None)
+        if start is None:
+            raise InvalidRequest(f"after={after[:100]!r}: there is no such item", field="after")
+        items = items[start:]
+    return page(items[:most], len(items) > most)
 
 
 def batch_object(shown: Shown) -> dict[str, Any]:

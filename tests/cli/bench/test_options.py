@@ -28,9 +28,9 @@ def here(tmp_path, monkeypatch):
     [
         ("serve --rate 3 --concurrency 2", "flag rate=3.0: has no effect with concurrency=2; leave one of them out"),
         ("serve --rate 0", "flag rate='0': input should be greater"),
-        ("serve --rate 0.001 --duration 0.001 --model m --seed 1", "nothing arrives"),
+        ("serve --rate 0.001 --duration 0.001 --model m --seed 1", "no request arrives"),
         ("serve --prompt-tokens none", "'none' is no length"),
-        ("serve --prompt-tokens 9-3", "not above the last"),
+        ("serve --prompt-tokens 9-3", "the smaller one first"),
         ("serve --output-tokens lognormal:5", "lognormal:99,1.2,2048"),
         ("serve --chat --vocab-size 9", "flag vocab_size=9: has no effect with chat=T"),
         ("serve --extra-body [1]", "is no JSON object"),

@@ -1,4 +1,4 @@
-"""``toka-bench latency``: streams that begin together."""
+"""``toka-bench latency``: measures streams that begin together."""
 
 from dataclasses import asdict
 from typing import ClassVar
@@ -61,11 +61,11 @@ def latency(config: LatencyConfig) -> int:
     number = 0
     with Live(run.progress) as live:
         for count in config.streams:
-            for turn in range(config.rounds + 1):
-                what = f"{count} at once, round {turn} of {config.rounds}" if turn else f"{count} at once, to warm up"
-                outcome = run.drive(live, what, Load(body, count, number))
+            for number_of_round in range(config.rounds + 1):
+                stage = f"round {number_of_round} of {config.rounds}" if number_of_round else "to warm up"
+                outcome = run.drive(live, f"{count} at once, {stage}", Load(body, count, number))
                 number += count
-                if turn:
+                if number_of_round:
                     by_count.setdefault(count, []).extend(reply for _, reply in outcome.replies)
 
     title = f"{run.model} at {run.url}: {lengths[0]} tokens in, {lengths[1]} out"
@@ -83,4 +83,4 @@ def latency(config: LatencyConfig) -> int:
     show_errors(run.console, figures)
     errors = {kind: asdict(each) for kind, each in figures.errors.items()}
     results = {"streams": found, "failed": figures.failed, "errors": errors}
-    return run.end(results, every, title, streamed=True, failed=figures.failed)
+    return run.finish(results, every, title, streamed=True, failed=figures.failed)

@@ -17,7 +17,7 @@ from services.cli.bench.commands.options import (
 from services.cli.bench.display import Live
 from services.cli.bench.load import Load
 from services.cli.bench.problems import few_shot_prompts, read_problems
-from services.cli.bench.prompts import Asking, Lengths, Once, Repeated, made_up_or_read
+from services.cli.bench.prompts import Asking, Lengths, Once, Repeated, make_bodies
 from services.cli.bench.run import Run
 from services.common.flags import Examples, Int, Needs
 
@@ -74,11 +74,11 @@ def monkeys(config: MonkeysConfig) -> int:
     if prompts is not None:
         fields = {"stop": ["Question:"]} | fields
     asking = Asking(run.model, stream=False, fields=fields)
-    drawn: int = run.settings["seed"]
-    asked = made_up_or_read(asking, drawn, prompts, config.prompt_tokens, config.output_tokens, config.vocab_size)
+    seed: int = run.settings["seed"]
+    bodies = make_bodies(asking, seed, prompts, config.prompt_tokens, config.output_tokens, config.vocab_size)
     with Live(run.progress) as live:
-        run.warm_up(live, Once(asked), problems, 1)
-        load = Load(Repeated(asked, parts), problems * parts)
+        run.warm_up(live, Once(bodies), problems, 1)
+        load = Load(Repeated(bodies, parts), problems * parts)
         outcome = run.drive(live, f"{problems} x {samples} samples", load)
     title = f"{run.model} at {run.url}: {problems} problems x {samples} samples"
-    return run.tell(outcome, title, streamed=False)
+    return run.report(outcome, title, streamed=False)

@@ -1,4 +1,4 @@
-"""The flags that the commands have in common, and how their values are read."""
+"""The flags that the commands share, and the parsers of their values."""
 
 import importlib.util
 import json
@@ -31,7 +31,7 @@ def _address(url: str) -> str:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return url
-    except ValueError:  # a port that is no number
+    except ValueError:  # the port is not a number
         pass
     raise ValueError("is no address: expected http://HOST:PORT, or https://")
 
@@ -59,7 +59,7 @@ def _existing(path: Path) -> Path:
 
 
 def _writable(path: Path) -> Path:
-    """Check before the load, which would otherwise be measured in vain."""
+    """Return ``path``. Raises ``ValueError`` if its directory is missing, before a load is measured."""
     if not path.absolute().parent.is_dir():
         raise ValueError(f"there is no directory {path.parent}; make it, or choose another")
     return path
@@ -81,12 +81,12 @@ PromptTokens = Annotated[
     PlainValidator(_lengths),
     Excludes("dataset"),
     Field(
-        description="256, 128-512, or lognormal:MEDIAN,SIGMA,MOST; a word is about a token, and the result has the true"
-        " number"
+        description="256, 128-512, or lognormal:MEDIAN,SIGMA,MAXIMUM; a word is about one token, and the results have"
+        " the exact numbers"
     ),
 ]
 OutputTokens = Annotated[
-    Lengths, PlainValidator(_lengths), Field(description="max_tokens of the requests, written likewise")
+    Lengths, PlainValidator(_lengths), Field(description="max_tokens of the requests, in the same form")
 ]
 
 

@@ -1,4 +1,4 @@
-"""``toka-bench serve``: many requests that differ."""
+"""``toka-bench serve``: measures many different requests."""
 
 from typing import Annotated, ClassVar
 
@@ -17,7 +17,7 @@ from services.cli.bench.commands.options import (
 )
 from services.cli.bench.display import Live
 from services.cli.bench.load import Load, poisson
-from services.cli.bench.prompts import Asking, Lengths, made_up_or_read, read_rows
+from services.cli.bench.prompts import Asking, Lengths, make_bodies, read_rows
 from services.cli.bench.run import Run
 from services.common.flags import Bool, Examples, Excludes, FlagError, Float, Int, Needs
 
@@ -74,24 +74,24 @@ def serve(config: ServeConfig) -> int:
         raise FlagError(f"flag dataset={dataset}: {config.field!r} holds messages: add --chat")
 
     run = Run.of("serve", config, chat=chat)
-    drawn: int = run.settings["seed"]
+    seed: int = run.settings["seed"]
     eos = config.ignore_eos if config.ignore_eos is not None else prompts is None
     asking = Asking(run.model, chat, config.stream, config.fields(ignore_eos=eos))
-    body = made_up_or_read(asking, drawn, prompts, config.prompt_tokens, config.output_tokens, config.vocab_size)
+    body = make_bodies(asking, seed, prompts, config.prompt_tokens, config.output_tokens, config.vocab_size)
     count = config.requests or (None if duration is not None else _REQUESTS)
     arrivals, concurrency = None, None
     if rate is not None:
-        # A stream of its own: requests draw from (seed, number).
-        arrivals = poisson(rate, np.random.default_rng((drawn, 0, 1)), count, duration)
+        # Another random stream than those of requests, which are seeded with (seed, number).
+        arrivals = poisson(rate, np.random.default_rng((seed, 0, 1)), count, duration)
         count = len(arrivals)
         if not count:
-            raise FlagError(f"flag duration={duration:g}: nothing arrives in it at rate={rate:g}; raise one of them")
-        what = f"{rate:g} requests/s"
+            raise FlagError(f"flag duration={duration:g}: no request arrives in it at rate={rate:g}; raise one of them")
+        title = f"{rate:g} requests/s"
     else:
         concurrency = config.concurrency or _CONCURRENCY
-        what = f"{concurrency} at once"
+        title = f"{concurrency} at once"
     with Live(run.progress) as live:
         run.warm_up(live, body, 0, config.warmup)
         load = Load(body, count, config.warmup, arrivals, concurrency, duration)
-        outcome = run.drive(live, what, load)
-    return run.tell(outcome, f"{run.model} at {run.url}: {what}", streamed=config.stream)
+        outcome = run.drive(live, title, load)
+    return run.report(outcome, f"{run.model} at {run.url}: {title}", streamed=config.stream)

@@ -1,4 +1,4 @@
-"""The grammar of a whole answer: thoughts, then what was wanted, or calls, or both."""
+"""The grammar of a whole answer: reasoning, and then the wanted text, tool calls, or both."""
 
 import json
 import re
@@ -12,21 +12,25 @@ from services.gateway.engine.request import Grammar
 from services.gateway.openai.grammar.calls import CallRules
 from services.gateway.openai.json_value import json_size
 
-GRAMMAR_FIELD = "sampling.grammar"  # in the contract
+GRAMMAR_FIELD = "sampling.grammar"  # name of the field in the scheduler's contract
 _POSITION = re.compile(r"at \d+\(\d+\): ")
 
 
 class Thoughts(Enum):
-    """What an answer may begin with."""
+    """The reasoning at the beginning of an answer."""
 
-    NONE = "none"  # the model has none, or they are behind it
-    MAYBE = "maybe"  # it opens them itself, if it likes
-    OPENED = "opened"  # by the prompt
+    NONE = "none"  # the model does not reason, or its reasoning is over
+    MAYBE = "maybe"  # the model may open a reasoning section
+    OPENED = "opened"  # the prompt has opened the reasoning section
 
 
 def compose(wanted: Grammar | None, calls: CallRules | None, *, must_call: bool, thoughts: Thoughts) -> Grammar | None:
-    """None when the answer may be anything. Where there are ``calls``, the answer is made of them, if it ``must_call``;
-    else of ``wanted``, or of any text with calls in it. Raises ``InvalidRequest``. Work for a thread."""
+    """Return the grammar of the whole answer, or None if any answer is allowed.
+
+    ``wanted``: the grammar of the text. ``calls``: the rules for tool calls. With ``must_call`` the answer consists of
+    calls. Otherwise it is ``wanted`` or calls, or any text with calls in it. Raises ``InvalidRequest``. It may take
+    long, so it is called in a thread.
+    """
     subgrammars: list[dict[str, str]] = []
     if calls is not None:
         calls.check_size()
@@ -47,7 +51,7 @@ def compose(wanted: Grammar | None, calls: CallRules | None, *, must_call: bool,
     grammar = Grammar("lark", lines, field, composed=True)
     if grammar.size > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(
-            f"{field}: the grammar that is made of it has {grammar.size} bytes: at most {MAX_GRAMMAR_BYTES}; give less",
+            f"{field}: its grammar has {grammar.size} bytes: at most {MAX_GRAMMAR_BYTES}; make it smaller",
             field=field,
             reason="INVALID_GRAMMAR",
         )
@@ -55,9 +59,9 @@ def compose(wanted: Grammar | None, calls: CallRules | None, *, must_call: bool,
 
 
 def explain(error: InvalidRequest, grammar: Grammar) -> InvalidRequest:
-    """What a scheduler says of ``grammar``, in the caller's words."""
+    """Return a scheduler's ``error`` about ``grammar`` with the field of the caller."""
     error.field = grammar.field
-    if grammar.composed:  # of a text that the caller has never seen
+    if grammar.composed:  # positions in a text that the caller does not know
         error.message = _POSITION.sub("", error.message)
     return error
 
@@ -77,7 +81,7 @@ _BEGINNINGS = {
 
 
 def _rules(grammar: Grammar, subgrammars: list[dict[str, str]], name: str = "answer") -> list[str]:
-    """Rules for ``name``. A grammar that has rules of its own goes into ``subgrammars``."""
+    """Return the rules for ``name``. A grammar in Lark is appended to ``subgrammars``, and the rule refers to it."""
     match grammar.kind:
         case "json_schema":
             return [f"{name}: {json_rule(_schema(grammar))}"]
@@ -92,7 +96,7 @@ def _rules(grammar: Grammar, subgrammars: list[dict[str, str]], name: str = "ans
 def _schema(grammar: Grammar) -> dict[str, Any]:
     try:
         schema = read_schema(grammar.text)
-        json_size(schema, MAX_GRAMMAR_BYTES)  # so deep that no more can be done with it
+        json_size(schema, MAX_GRAMMAR_BYTES)  # raises ValueError if it is too deep
         return schema
     except InvalidRequest as error:
         reason = error.message

@@ -1,45 +1,30 @@
-"""The parameters that say what an answer has to match: OpenAI's, and vLLM's by their old and new names."""
+"""The parameters for the form of an answer: OpenAI's, and vLLM's with their old and new names."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from services.common.text.grammar_text import MAX_GRAMMAR_BYTES
 from services.gateway.openai.body import Body
-from services.gateway.openai.json_value import check_schema, check_texts
+from services.gateway.openai.json_value import Schema, check_texts
 
 MAX_CHOICES = 65_536
 
-Schema = dict[str, Any]
-SchemaOrText = Schema | Annotated[str, Field(max_length=MAX_GRAMMAR_BYTES)]
 Text = Annotated[str, Field(max_length=MAX_GRAMMAR_BYTES)]
-Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+SchemaOrText = Schema | Text
+Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES), AfterValidator(check_texts)]
 SchemaName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
-# Of one answer there is one of these.
+# Parameters of which a request may have one.
 _WAYS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-
-
-def _bounded(value: Schema | str | None) -> Schema | str | None:
-    if isinstance(value, dict):
-        check_schema(value)
-    return value
-
-
-def _bounded_choices(value: list[str] | None) -> list[str] | None:
-    if value is not None:
-        check_texts(value)
-    return value
-
-
-# Choices of vLLM's between libraries that all hold an answer to the same form.
+# vLLM's parameters that select a library. All of its libraries enforce the same form.
 _BACKENDS = frozenset({"backend", "disable_fallback", "_backend", "_backend_was_auto"})
 
 
 def refuse_extras(body: Body, where: str, harmless: frozenset[str] = frozenset()) -> None:
-    """Raise ``ValueError`` for a member that ``body`` does not have: it could say what the answer has to match.
+    """Raise ``ValueError`` for an unknown member of ``body``, which could restrict the answer.
 
-    A member that is null or false, and one of ``harmless``, changes nothing.
+    A member that is null, false or in ``harmless`` changes nothing. ``where``: name of the parameter for the message.
     """
     for name, value in (body.model_extra or {}).items():
         if name not in harmless and value is not None and value is not False:
@@ -47,7 +32,7 @@ def refuse_extras(body: Body, where: str, harmless: frozenset[str] = frozenset()
 
 
 class NamedSchema(Body):
-    """What a JSON answer is like. It is held to always, ``strict`` or not."""
+    """A JSON Schema with a name. The answer always matches it, with and without ``strict``."""
 
     consulted = None
 
@@ -56,8 +41,6 @@ class NamedSchema(Body):
     schema_: Schema = Field(alias="schema", description="JSON Schema, draft 2020-12.")
     strict: bool | None = Field(default=None, description="Accepted: the answer always matches the schema.")
 
-    _schema_is_bounded = field_validator("schema_")(_bounded)
-
     @model_validator(mode="after")
     def _nothing_unknown(self) -> "NamedSchema":
         refuse_extras(self, "json_schema")
@@ -65,7 +48,7 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    """``response_format``: OpenAI's types, and the forms of other engines that hold an answer to a schema or a regex.
+    """``response_format``: OpenAI's types, and the forms of other engines for a schema or a regular expression.
 
     Text Generation Inference and huggingface_hub write ``{"type": "json", "value": SCHEMA}`` and ``{"type": "regex",
     "value": REGEX}``. Together and llama.cpp write ``{"type": "json_object", "schema": SCHEMA}``.
@@ -84,8 +67,6 @@ class ResponseFormat(Body):
     )
     pattern: Text | None = Field(default=None, description="A regular expression for the whole answer, for type regex.")
     strict: bool | None = Field(default=None, description="Accepted: the answer always has the given form.")
-
-    _schema_is_bounded = field_validator("schema_", "value")(_bounded)
 
     @model_validator(mode="after")
     def _one_source_that_suits_the_type(self) -> "ResponseFormat":
@@ -106,7 +87,7 @@ class ResponseFormat(Body):
 
     @property
     def wanted(self) -> bool:
-        """True if the answer is held to a form."""
+        """True if the answer must have a form."""
         return self.type != "text"
 
     @property
@@ -116,7 +97,7 @@ class ResponseFormat(Body):
         return value if self.type == "regex" and isinstance(value, str) else None
 
     @property
-    def schema_of_answer(self) -> Schema | str | None:
+    def schema_of_answer(self) -> SchemaOrText | None:
         """The JSON Schema of the answer as an object or as text, or None if the answer is not JSON."""
         if not self.wanted or self.type == "regex":
             return None
@@ -124,12 +105,12 @@ class ResponseFormat(Body):
             return self.json_schema.schema_
         given = self.schema_ if self.schema_ is not None else self.value
         if self.type == "json_schema" and isinstance(given, dict) and "name" in given:
-            inner = given.get("schema")  # Text Generation Inference has OpenAI's named schema here
+            inner = given.get("schema")  # Text Generation Inference has a named schema here, as in OpenAI's json_schema
             given = inner if isinstance(inner, dict) else given
         return {"type": "object"} if given is None else given
 
 
-# Members of ``response_format`` that say what the answer matches, with their attributes.
+# Members of ``response_format`` that have the form, with their attributes.
 _SOURCES = {"json_schema": "json_schema", "schema": "schema_", "value": "value", "pattern": "pattern"}
 _ALLOWED: dict[str, tuple[str, ...]] = {
     "text": (),
@@ -146,7 +127,7 @@ def _advice(kind: str) -> str:
 
 
 class StructuredOutputs(Body):
-    """vLLM's way."""
+    """``structured_outputs``, vLLM's parameter for the form of an answer."""
 
     consulted = None
 
@@ -155,9 +136,6 @@ class StructuredOutputs(Body):
     regex: Text | None = Field(default=None, description="A regular expression for the whole answer, in Rust's syntax.")
     choice: Choices | None = Field(default=None, description="The answer is one of these texts.")
     grammar: Text | None = Field(default=None, description="A grammar in llguidance's Lark, or in GBNF.")
-
-    _schema_is_bounded = field_validator("json_")(_bounded)
-    _choices_are_bounded = field_validator("choice")(_bounded_choices)
 
     @model_validator(mode="after")
     def _one_of_them(self) -> "StructuredOutputs":
@@ -169,7 +147,7 @@ class StructuredOutputs(Body):
 
 
 class GrammarBody(Body):
-    """What bodies that ask for an answer have in common."""
+    """The fields for the form of an answer, which all bodies of text completions share."""
 
     response_format: ResponseFormat | None = Field(
         default=None, description="Form of the answer. See Structured output in docs/api.md."
@@ -183,9 +161,6 @@ class GrammarBody(Body):
     )
     guided_choice: Choices | None = Field(default=None, description="The answer is one of these texts.")
     guided_grammar: Text | None = Field(default=None, description="A grammar in llguidance's Lark, or in GBNF.")
-
-    _schema_is_bounded = field_validator("guided_json")(_bounded)
-    _choices_are_bounded = field_validator("guided_choice")(_bounded_choices)
 
     @model_validator(mode="after")
     def _one_grammar(self) -> "GrammarBody":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, InvalidValue
 from services.common.text.grammar_text import MAX_GRAMMAR_BYTES, json_rule, literal
 from services.gateway.openai.json_value import json_size
 from services.gateway.openai.messages import Tool
@@ -16,13 +16,13 @@ _ANY_OBJECT = {"type": "object"}
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 _PARAMETERS = literal(', "parameters": ')
 _SPACE = r"[ \n\r\t]{0,32}"
-# What begins a text, and does not begin thoughts.
+# Any text that does not begin with a reasoning section.
 NO_THOUGHTS = r"~/\s*<think>(?s:.*)/"
 
 
 @dataclass(frozen=True)
 class CallRules:
-    """How an answer calls ``tools``. ``strict_only``: arguments of the others may be any object."""
+    """The grammar rules for calls of ``tools``. With ``strict_only``, other tools accept any object as arguments."""
 
     form: CallFormat
     tools: Sequence[Tool]
@@ -30,21 +30,21 @@ class CallRules:
     strict_only: bool
 
     def check_size(self) -> None:
-        """Raise ``InvalidRequest`` when the schemas alone are larger than any grammar may be."""
+        """Raise ``InvalidRequest`` if the schemas are larger than the largest grammar."""
         size = 0
         for tool in self.tools:
             if tool.function.strict or not self.strict_only:
                 size += json_size(tool.function.parameters, MAX_GRAMMAR_BYTES)
             if size > MAX_GRAMMAR_BYTES:
                 raise InvalidRequest(
-                    f"tools: the parameters of those that calls are held to have more than {MAX_GRAMMAR_BYTES} bytes"
-                    " together; give fewer tools, or smaller schemas",
+                    f"tools: the parameters that calls must match have more than {MAX_GRAMMAR_BYTES} bytes together;"
+                    " give fewer tools, or smaller schemas",
                     field="tools",
                     reason="INVALID_GRAMMAR",
                 )
 
     def alone(self) -> list[str]:
-        """Rules for ``calls``: one call, or several, and nothing else."""
+        """Return the rules for ``calls``: one call or several calls, and no other text."""
         hermes = self.form is HERMES
         more = "" if not self.parallel else ' ("\\n" call)*' if hermes else " (/;[ \\n]{0,2}/ call)*"
         if hermes:
@@ -53,7 +53,7 @@ class CallRules:
         return [f"calls: call{more}", f"call: {self._any_of('call')}", *bodies]
 
     def among_words(self) -> list[str]:
-        """Rules for ``answer``: any text, with calls in it that are held to their tools."""
+        """Return the rules for ``answer``: any text, with calls in it that match their tools."""
         several = "*" if self.parallel else "?"
         if self.form is HERMES:
             return [
@@ -78,7 +78,7 @@ class CallRules:
         return rules
 
     def _called(self) -> list[str]:
-        """Rules for ``called``: the JSON of one call, written as Hermes' is."""
+        """Return the rules for ``called``: the JSON of one call in the form of Hermes."""
         rules = [f"called: {self._any_of('call')}"]
         for number, tool in enumerate(self.tools):
             opening = f'{{"name": {json.dumps(tool.function.name)}, "arguments": '
@@ -92,14 +92,16 @@ class CallRules:
         return " | ".join(f"{prefix}_{number}" for number in range(len(self.tools)))
 
     def _whole(self, tool: Tool) -> dict[str, Any]:
-        """One call as Llama 3 writes it. As JSON throughout, an answer in another JSON may stand in its place."""
-        properties = {"name": {"const": tool.function.name}, "parameters": _moved(self._arguments(tool))}
-        return {
-            "type": "object",
-            "properties": properties,
-            "required": [*properties],
-            "additionalProperties": False,
+        """Return the schema of one call in the form of Llama 3.
+
+        The whole call is one JSON rule, so that the grammar can also offer JSON that is no call at the same position.
+        """
+        arguments = self._arguments(tool)
+        properties = {
+            "name": {"const": tool.function.name},
+            "parameters": arguments if "$id" in arguments else _redirected(arguments),
         }
+        return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
     def _arguments(self, tool: Tool) -> dict[str, Any]:
         function = tool.function
@@ -108,21 +110,18 @@ class CallRules:
         if function.parameters is None:
             return _NOTHING
         if function.parameters.get("type", "object") != "object":
-            raise InvalidRequest(
-                f"the parameters of {function.name!r} are not of type 'object': arguments always are",
+            raise InvalidValue(
+                f"the parameters of {function.name!r} are not of type 'object'; arguments are always an object",
                 field="tools",
-                reason="INVALID_VALUE",
             )
         return {**function.parameters, "type": "object"}
 
 
-def _moved(schema: dict[str, Any]) -> dict[str, Any]:
-    """``schema`` where it stands below ``parameters``: references to its own parts lead there. One that has a name of
-    its own is where its references begin, wherever it stands."""
-    return schema if "$id" in schema else _redirected(schema)
-
-
 def _redirected(part: Any) -> Any:
+    """Return a schema as part of the schema of a call: references to the root now refer to ``parameters``.
+
+    A schema with ``$id`` needs no such change, because its references begin at itself.
+    """
     if isinstance(part, list):
         return [_redirected(item) for item in part]
     if not isinstance(part, dict):

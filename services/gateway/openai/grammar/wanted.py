@@ -1,4 +1,4 @@
-"""A body's parameters to the grammar that its answer has to match."""
+"""Reads the grammar that a body sets for its answer."""
 
 import json
 import re
@@ -12,30 +12,30 @@ from services.gateway.engine.text import INLINE_BYTES, TextEngine
 from services.gateway.openai.grammar.body import GrammarBody
 from services.gateway.openai.json_value import json_size
 
-_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # of one line: it takes as long as that is
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # within a line, so that its time is linear
 _ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 _ANY_OBJECT = {"type": "object"}
 
 
 async def wanted_grammar(text: TextEngine, body: GrammarBody) -> Grammar | None:
-    """None when the answer may be anything. Raises ``InvalidRequest``."""
-    asked = _asked(body)
-    if asked is None:
+    """Return the grammar of the answer's text, or None if any text is allowed. Raises ``InvalidRequest``."""
+    given = _read(body)
+    if given is None:
         return None
-    if _is_gbnf(asked):
-        return await text.in_thread(_make, asked)
-    return await text.worked(json_size(asked.value, INLINE_BYTES), _make, asked)
+    if _is_gbnf(given):
+        return await text.in_thread(_from_gbnf, given)
+    return await text.worked(json_size(given.value, INLINE_BYTES), _make, given)
 
 
-class _Asked(NamedTuple):
-    """As the body has it."""
+class _Given(NamedTuple):
+    """A grammar in the form that the body has."""
 
     kind: GrammarKind
-    value: dict[str, Any] | list[str] | str  # a dict: the schema; a list: the choices
+    value: dict[str, Any] | list[str] | str  # a schema, choices, or the text of a schema, a regex or a grammar
     field: str
 
 
-def _asked(body: GrammarBody) -> _Asked | None:
+def _read(body: GrammarBody) -> _Given | None:
     if (form := body.response_format) is not None and form.wanted:
         return _one_of(form.schema_of_answer, form.regex, None, None, "response_format")
     if (wanted := body.structured_outputs) is not None:
@@ -50,36 +50,34 @@ def _asked(body: GrammarBody) -> _Asked | None:
 
 def _one_of(
     schema: dict[str, Any] | str | None, regex: str | None, choice: list[str] | None, grammar: str | None, field: str
-) -> _Asked:
+) -> _Given:
     given: tuple[tuple[GrammarKind, dict[str, Any] | list[str] | str | None], ...] = (
         ("json_schema", schema),
         ("regex", regex),
         ("choices", choice),
         ("lark", grammar),
     )
-    return next(_Asked(kind, value, field) for kind, value in given if value is not None)
+    return next(_Given(kind, value, field) for kind, value in given if value is not None)
 
 
-def _is_gbnf(asked: _Asked) -> bool:
-    return asked.kind == "lark" and _GBNF_RULE.search(str(asked.value)) is not None
+def _is_gbnf(given: _Given) -> bool:
+    return given.kind == "lark" and _GBNF_RULE.search(str(given.value)) is not None
 
 
-def _make(asked: _Asked) -> Grammar:
-    """Raises ``InvalidRequest``."""
-    if _is_gbnf(asked):
-        return _from_gbnf(asked)
-    value = asked.value
+def _make(given: _Given) -> Grammar:
+    value = given.value
     if isinstance(value, dict):
         value = json.dumps(value, ensure_ascii=False)
-    return Grammar(asked.kind, tuple(value) if isinstance(value, list) else value, asked.field)
+    return Grammar(given.kind, tuple(value) if isinstance(value, list) else value, given.field)
 
 
-def _from_gbnf(grammar: _Asked) -> Grammar:
+def _from_gbnf(grammar: _Given) -> Grammar:
+    """Return the grammar in Lark. Raises ``InvalidRequest``."""
     try:
         return Grammar("lark", gbnf_to_lark(_ESCAPE.sub(_character, str(grammar.value))), grammar.field)
     except RecursionError:
         reason = "it is nested too deeply"
-    except Exception as error:  # the library raises this very class
+    except Exception as error:  # the library raises Exception itself
         reason = str(error)[:200]
     raise InvalidRequest(
         f"the grammar in GBNF cannot be read: {reason}", field=grammar.field, reason="INVALID_GRAMMAR"
@@ -87,7 +85,7 @@ def _from_gbnf(grammar: _Asked) -> Grammar:
 
 
 def _character(escape: re.Match[str]) -> str:
-    """What an escape by a character's number stands for: the library takes zeros off it, and then reads another."""
+    """Return the character of a numeric escape, because the library misreads escapes with leading zeros."""
     digits = escape[1] or escape[2]
     if digits is None:
         return escape[0]

@@ -1,52 +1,52 @@
-"""Tool calls among an answer's words, in the formats that models write them in."""
+"""Finds tool calls in the text of an answer, in the formats in which models write them."""
 
 from collections.abc import Collection
 from typing import NamedTuple
 
 from services.gateway.openai.output.call import CallReader, State
 from services.gateway.openai.output.deltas import Arguments, Content, Delta
-from services.gateway.openai.output.held import certain_length, first_of
 from services.gateway.openai.output.incremental import Incremental
+from services.gateway.openai.output.markers import certain_length, first_of
 
 
 class CallFormat(NamedTuple):
-    """How a model writes a call: something it begins with, ``{"name": ..., "arguments": ...}``, and what ends it."""
+    """The form in which a model writes a call: a marker, ``{"name": ..., "arguments": ...}``, and an end marker."""
 
     name: str
-    begins: tuple[str, ...]
-    ends: str  # may be missing
-    ends_visibly: bool  # by something that words and JSON do not have in them
-    any_name: bool  # what begins so is a call, also of a tool that was not offered
+    begins: tuple[str, ...]  # markers before a call
+    ends: str  # marker after a call, which may be missing
+    ends_visibly: bool  # the end marker does not occur in other text or in JSON
+    any_name: bool  # every object after the marker is a call, even of a tool that was not offered
 
 
 HERMES = CallFormat("hermes", ("<tool_call>",), "</tool_call>", True, True)
-# Any object may be a call: it is one when it names a tool that was offered.
+# An object is a call if it names a tool that was offered.
 LLAMA3 = CallFormat("llama3", ("<|python_tag|>", "{"), ";", False, False)
 CALL_FORMATS = {form.name: form for form in (HERMES, LLAMA3)}
 
 
 class CallParser(Incremental):
-    """Finds the calls in one answer. White space around a call belongs to none of its neighbours.
+    """Finds the calls in one answer. White space around a call is removed.
 
-    What begins as a call and turns out to be none is content. Once a call was told it stays one: what is wrong in its
-    arguments stays in them, as the model wrote it.
+    Text that begins like a call and is none becomes content. A call that was returned stays a call: its arguments are
+    returned as the model wrote them, even if they are not valid JSON.
     """
 
     def __init__(self, form: CallFormat, tools: Collection[str]) -> None:
         super().__init__(self._text)
         self._form = form
         self._tools = tools
-        self._opening = ""  # what stands before the JSON of a call that may be none
-        self._unclosed = False  # a call's end mark may still come
+        self._opening = ""  # marker before the JSON of a possible call
+        self._unclosed = False  # the end marker of a call may follow
         self._call = self._new_call()
 
     @property
     def in_arguments(self) -> bool:
-        """Whether those of a call are not at their end, or never will be: what is wrong in them stays in them."""
+        """True if the text ends within the arguments of a call, or if the rest belongs to invalid arguments."""
         return self._read == self._spilt or (self._read == self._in_call and self._call.arguments_open)
 
     def finish(self) -> list[Delta]:
-        """The answer is over: what is left of it."""
+        """Return the deltas of the rest of the answer."""
         rest = self._pending
         if self._read == self._spilt:
             return [Arguments(rest)]
@@ -58,7 +58,7 @@ class CallParser(Incremental):
                 return []
         return [Content(self._opening + rest)]
 
-    # Each works on what is pending, and gives what is new; None when it needs more.
+    # The states. Each returns the deltas that it finds in the pending text, or None if it needs more text.
 
     def _text(self) -> list[Delta] | None:
         ends = (self._form.ends,) if self._unclosed else ()
@@ -118,7 +118,7 @@ class CallParser(Incremental):
         return [Arguments(text)] if text else None
 
     def _after(self) -> list[Delta] | None:
-        """Right behind a call."""
+        """Read the text directly after a call."""
         self._pending = rest = self._pending.lstrip()
         end = self._form.ends
         if self._unclosed and rest.startswith(end):

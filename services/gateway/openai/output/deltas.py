@@ -1,4 +1,4 @@
-"""What is new in an answer, once it is known what a model's text means."""
+"""The deltas of an answer: pieces of content, reasoning and tool calls."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -6,25 +6,25 @@ from typing import NamedTuple
 
 
 class Content(NamedTuple):
-    """Words for the user."""
+    """A piece of the text for the user."""
 
     text: str
 
 
 class Reasoning(NamedTuple):
-    """Words of the model to itself."""
+    """A piece of the model's reasoning."""
 
     text: str
 
 
 class CallBegun(NamedTuple):
-    """A tool is called; ``Arguments`` up to the next one are its."""
+    """The beginning of a tool call. The ``Arguments`` up to the next call belong to it."""
 
     name: str
 
 
 class Arguments(NamedTuple):
-    """A piece of the arguments' JSON, as the model wrote it."""
+    """A piece of the JSON of a call's arguments, as the model wrote it."""
 
     text: str
 
@@ -34,7 +34,7 @@ Delta = Content | Reasoning | CallBegun | Arguments
 
 @dataclass
 class ToolCall:
-    """A whole one."""
+    """A whole tool call."""
 
     name: str
     arguments: str = ""
@@ -42,7 +42,7 @@ class ToolCall:
 
 @dataclass
 class Parts:
-    """A whole answer."""
+    """The parts of a whole answer."""
 
     content: str = ""
     reasoning: str = ""
@@ -50,7 +50,7 @@ class Parts:
 
 
 def merged(deltas: Iterable[Delta]) -> list[Delta]:
-    """The same with neighbours of one kind joined, and without empty ones."""
+    """Return ``deltas`` with neighbours of one kind joined, and without empty ones."""
     joined: list[Delta] = []
     for delta in deltas:
         if isinstance(delta, CallBegun):
@@ -63,7 +63,7 @@ def merged(deltas: Iterable[Delta]) -> list[Delta]:
 
 
 def parts_of(deltas: Iterable[Delta]) -> Parts:
-    """The answer that ``deltas`` make together."""
+    """Return the answer that consists of ``deltas``."""
     parts = Parts()
     for delta in merged(deltas):
         match delta:

@@ -1,4 +1,4 @@
-"""Which formats a model's answers have, as its flags or its chat template say."""
+"""The formats of a model's answers, set by flags or detected in its chat template."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class OutputFormats:
 
     @classmethod
     def of(cls, config: GatewayConfig, tokenizer: Tokenizer) -> "OutputFormats":
-        """Those that the flags name; with ``auto`` those that the model's template shows."""
+        """Return the formats that the flags set. The flag value ``auto`` detects them in the chat template."""
         source = tokenizer.chat_template(tools=True).source if tokenizer.has_chat_template else ""
         calls = CALL_FORMATS.get(config.tool_call_parser)
         if config.tool_call_parser == "auto":
@@ -49,8 +49,11 @@ class OutputFormats:
         thinking_opened: bool,
         named: bool = False,
     ) -> OutputReader | None:
-        """For one answer; None when there is nothing to find in it. ``thinking_opened``: the prompt ends so. ``named``:
-        a call of the one tool is all that was asked for."""
+        """Return the reader of one answer, or None if all its text is content.
+
+        ``thinking_opened``: the prompt has opened the reasoning section. ``named``: the caller demands a call of one
+        tool.
+        """
         calls = CallParser(self.calls, tools) if self.calls is not None and tools else None
         if not self.reasoning:
             return OutputReader(None, calls, parallel=parallel, named=named) if calls is not None else None

@@ -1,4 +1,4 @@
-"""Reading a text whose next words are not known yet."""
+"""The base class of parsers that read a text while it arrives."""
 
 from collections.abc import Callable
 
@@ -6,17 +6,17 @@ from services.gateway.openai.output.deltas import Delta
 
 
 class Incremental:
-    """Reads in states: each works on what is pending, and gives what is new; None when it needs more."""
+    """A state machine. A state returns the deltas that it finds in the pending text, or None if it needs more text."""
 
     def __init__(self, begin: Callable[[], list[Delta] | None]) -> None:
-        """``begin``: the first state."""
-        self._pending = ""  # not yet understood
+        """Create the parser in the state ``begin``."""
+        self._pending = ""  # text whose meaning is not known yet
         self._read = begin
 
     def push(self, text: str) -> list[Delta]:
-        """Take the next words; tell what is certain."""
+        """Add text, and return the deltas whose meaning is known."""
         self._pending += text
         deltas: list[Delta] = []
-        while (told := self._read()) is not None:
-            deltas += told
+        while (found := self._read()) is not None:
+            deltas += found
         return deltas

@@ -1,4 +1,4 @@
-"""One answer's text to its parts, whole or as it comes: any cut of the text gives the same parts."""
+"""Divides the text of an answer into its parts. The parts do not depend on the pieces in which the text arrives."""
 
 from collections.abc import Iterable
 
@@ -9,8 +9,10 @@ from services.gateway.openai.output.reasoning import ReasoningParser, ReasoningT
 
 
 class OutputReader:
-    """Owned by one choice. Without ``parallel`` all calls but the first are left out. ``named``: a call is the whole
-    answer, as was asked for."""
+    """The reader of one choice.
+
+    Without ``parallel``, all calls after the first are left out. ``named``: the caller demands a call of one tool.
+    """
 
     def __init__(
         self,
@@ -30,27 +32,26 @@ class OutputReader:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of the reasoning so far."""
+        """Number of tokens in the reasoning so far."""
         return self._tokens.count if self._tokens and self._reasoning and self._reasoning.thought else 0
 
     @property
     def in_call(self) -> bool:
-        """Whether the arguments of the last call that was told are not at their end."""
+        """True if the text ends within the arguments of the last call that was returned."""
         return self._calls is not None and self._calls.in_arguments and (self._parallel or self.call_count < 2)
 
     def count(self, token_ids: TokenIds) -> None:
-        """The next tokens, whose words may come later."""
+        """Count the next tokens. Their text may be pushed later."""
         if self._tokens is not None:
             self._tokens.push(token_ids)
 
     def push(self, text: str) -> list[Delta]:
-        """Take the next words; tell what is certain."""
-        if self._reasoning is None:
-            return self._wanted(self._in_calls([Content(text)]))
-        return self._wanted(self._in_calls(self._reasoning.push(text)))
+        """Add text, and return the deltas whose meaning is known."""
+        deltas = [Content(text)] if self._reasoning is None else self._reasoning.push(text)
+        return self._wanted(self._in_calls(deltas))
 
     def finish(self) -> list[Delta]:
-        """The answer is over: what is left of it."""
+        """Return the deltas of the rest of the answer."""
         deltas = self._in_calls(self._reasoning.finish() if self._reasoning is not None else [])
         return self._wanted([*deltas, *(self._calls.finish() if self._calls is not None else [])])
 

@@ -1,29 +1,31 @@
-"""A model's thoughts before its answer, as Qwen3 writes them: ``<think>...</think>``, then the answer."""
+"""Finds the reasoning before an answer in the form of Qwen3: ``<think>...</think>``, then the answer."""
 
 from collections.abc import Callable
 
 from services.common.text.thinking import BEGINS, ENDS
 from services.common.text.vocabulary import TokenIds, Vocabulary
 from services.gateway.openai.output.deltas import Content, Delta, Reasoning
-from services.gateway.openai.output.held import certain_length
 from services.gateway.openai.output.incremental import Incremental
+from services.gateway.openai.output.markers import certain_length
 
 
 class ReasoningParser(Incremental):
-    """Takes one answer apart. ``opened``: its prompt ends with ``<think>``. White space around the marks belongs to
-    neither side; an answer without them is all content."""
+    """Divides one answer into reasoning and content. An answer without markers is all content.
+
+    ``opened``: the prompt ends with ``<think>``. White space around the markers is removed.
+    """
 
     def __init__(self, *, opened: bool) -> None:
         super().__init__(self._beginning)
-        self.thought = opened  # there is reasoning, if only the beginning of it
+        self.thought = opened  # the answer has reasoning, or at least its beginning
 
     def finish(self) -> list[Delta]:
-        """The answer is over: what is left of it."""
-        if self._read == self._behind:
+        """Return the deltas of the rest of the answer."""
+        if self._read == self._after_thoughts:
             return []
         return [Reasoning(self._pending) if self.thought and self._read != self._content else Content(self._pending)]
 
-    # Each works on what is pending, and gives what is new; None when it needs more.
+    # The states. Each returns the deltas that it finds in the pending text, or None if it needs more text.
 
     def _beginning(self) -> list[Delta] | None:
         rest = self._pending.lstrip()
@@ -43,13 +45,13 @@ class ReasoningParser(Incremental):
     def _thoughts(self) -> list[Delta] | None:
         thoughts, end, rest = self._pending.partition(ENDS)
         if end:
-            self._pending, self._read = rest, self._behind
+            self._pending, self._read = rest, self._after_thoughts
             return [Reasoning(thoughts.rstrip())]
         length = certain_length((ENDS,), thoughts)
         thoughts, self._pending = thoughts[:length], thoughts[length:]
         return [Reasoning(thoughts)] if thoughts else None
 
-    def _behind(self) -> list[Delta] | None:
+    def _after_thoughts(self) -> list[Delta] | None:
         return self._skip_space(self._content)
 
     def _skip_space(self, following: Callable[[], list[Delta] | None]) -> list[Delta] | None:
@@ -65,7 +67,7 @@ class ReasoningParser(Incremental):
 
 
 class ReasoningTokens:
-    """Counts the tokens up to the end of the reasoning, its marks among them."""
+    """Counts the tokens up to the end of the reasoning, its markers included."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._token_bytes = vocabulary.token_bytes
@@ -74,7 +76,7 @@ class ReasoningTokens:
         self.count = 0
 
     def push(self, token_ids: TokenIds) -> None:
-        """The next tokens of the answer."""
+        """Count the next tokens of the answer."""
         if self._ended:
             return
         end = ENDS.encode()

@@ -1,22 +1,21 @@
-"""The body of ``POST /v1/responses``, and the conversation that it stands for."""
+"""The body of ``POST /v1/responses``, and the chat completion that it is translated to."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, InvalidValue
 from services.gateway.openai.body import Body, Elsewhere, Id
 from services.gateway.openai.fields import Metadata
 from services.gateway.openai.grammar.body import NamedSchema, ResponseFormat, SchemaName
-from services.gateway.openai.json_value import check_schema
+from services.gateway.openai.json_value import Schema
 from services.gateway.openai.messages import (
     MAX_MESSAGES,
     MAX_TEMPLATE_VARIABLES,
     MAX_TOOLS,
     Message,
     ReasoningEffort,
-    Tool,
     check_names_differ,
     check_variables,
 )
@@ -35,7 +34,7 @@ from services.gateway.openai.responses.tools import (
 )
 from services.gateway.openai.schemas import ChatBody, SamplingBody
 
-# Parameters of OpenAI's own. With these values they change nothing, and with others they are refused.
+# Parameters that only OpenAI supports, with the values that change nothing. Other values are rejected.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "access_programs": (),
     "background_options": (),
@@ -46,7 +45,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
-# Of other endpoints.
+# Parameters of other endpoints.
 _FORM, _LENGTH = Elsewhere("text.format"), Elsewhere("max_output_tokens")
 _ELSEWHERE = {
     "guided_choice": _FORM,
@@ -96,30 +95,23 @@ class Reasoning(Body):
 
 
 class TextFormat(Body):
-    """What the text has to match: ``response_format`` of chat completions, laid flat."""
+    """The form of the text: ``response_format`` of chat completions without nesting."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: SchemaName | None = None
     description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema", description="For type json_schema.")] = None
+    schema_: Annotated[Schema | None, Field(alias="schema", description="For type json_schema.")] = None
     strict: bool | None = None
-
-    @field_validator("schema_")
-    @classmethod
-    def _schema_is_bounded(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
-        if schema is not None:
-            check_schema(schema)
-        return schema
 
     @model_validator(mode="after")
     def _schema_with_its_type(self) -> "TextFormat":
         given = (self.type == "json_schema") is (self.schema_ is not None)
         if not given or (self.type == "json_schema" and self.name is None):
-            raise ValueError("'name' and 'schema' are there exactly with type 'json_schema'")
+            raise ValueError("'name' and 'schema' are needed with type 'json_schema', and not allowed with other types")
         return self
 
     def chat(self) -> ResponseFormat:
-        """The same to chat completions."""
+        """Return the form in the type of chat completions."""
         if self.type != "json_schema" or self.name is None or self.schema_ is None:
             return ResponseFormat(type=self.type)
         schema = NamedSchema(name=self.name, description=self.description, schema=self.schema_, strict=self.strict)
@@ -127,20 +119,20 @@ class TextFormat(Body):
 
 
 class TextConfig(Body):
-    """What the text is like."""
+    """Settings of the text."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
 class ResponseStreamOptions(Body):
-    """How a stream is."""
+    """Options of a stream."""
 
     include_obfuscation: bool | None = Field(default=None, description="Accepted: no padding is ever added.")
 
 
 def check_includes(includes: list[str]) -> list[str]:
-    """Return ``includes``, additions to a response. Raises ``ValueError`` for one that this server does not have."""
+    """Return ``includes``, additions to a response. Raises ``ValueError`` for an addition that is not supported."""
     for name in includes:
         if name not in (LOGPROBS, ENCRYPTED_REASONING):
             raise ValueError(
@@ -254,7 +246,7 @@ class ResponsesBody(SamplingBody):
 
     @property
     def drops_oldest(self) -> bool:
-        """True if a conversation that is too long is truncated and not refused."""
+        """True if a conversation that is too long is truncated instead of rejected."""
         return self.truncation == "auto"
 
     @property
@@ -269,35 +261,32 @@ class ResponsesBody(SamplingBody):
 
     @property
     def left_out(self) -> list[str]:
-        """The parts of the request that the model is not told of, nor held to. A header lists them."""
+        """Parts of the request that have no effect on the answer. A header lists them."""
         names = [f"tools.{kind}" for kind in hosted(self.tools or ())]
         return [*names, "tools.format"] if grammars(self.tools or ()) else names
 
     def chat(self) -> ChatBody:
-        """Return the same request to chat completions. Raises ``InvalidRequest`` for what this server does not do."""
-        self._refuse_what_is_not_neutral()
-        reasoning, tools = self.reasoning or Reasoning(), chat_tools(self.tools or ())
+        """Return the request as a chat completion. Raises ``InvalidRequest`` for parts that are not supported."""
+        self._refuse_unsupported()
+        tools = chat_tools(self.tools or ())
         try:
-            return self._chat(reasoning, tools)
-        except ValidationError as error:  # a rule that is written in terms of chat completions
+            return ChatBody(
+                **{name: getattr(self, name) for name in SamplingBody.model_fields},
+                messages=self._messages(),
+                max_completion_tokens=self.max_output_tokens,
+                tools=tools or None,
+                tool_choice=chat_choice(self.tool_choice, self.tools or ()),
+                parallel_tool_calls=self.parallel_tool_calls,
+                reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
+                response_format=self.text.format.chat() if self.text and self.text.format else None,
+                logprobs=self.wants_logprobs,
+                top_logprobs=self.top_logprobs,
+                chat_template_kwargs=self.chat_template_kwargs,
+            )
+        except ValidationError as error:  # of a rule of chat completions
             raise describe(error, {}) from None
 
-    def _chat(self, reasoning: Reasoning, tools: list[Tool]) -> ChatBody:
-        return ChatBody(
-            **{name: getattr(self, name) for name in SamplingBody.model_fields},
-            messages=self._messages(),
-            max_completion_tokens=self.max_output_tokens,
-            tools=tools or None,
-            tool_choice=chat_choice(self.tool_choice, self.tools or ()),
-            parallel_tool_calls=self.parallel_tool_calls,
-            reasoning_effort=reasoning.effort,
-            response_format=self.text.format.chat() if self.text and self.text.format else None,
-            logprobs=self.wants_logprobs,
-            top_logprobs=self.top_logprobs,
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
-
-    def _refuse_what_is_not_neutral(self) -> None:
+    def _refuse_unsupported(self) -> None:
         for name, neutrals in _NEUTRAL.items():
             value = getattr(self, name)
             if value is None or any(value == neutral and type(value) is type(neutral) for neutral in neutrals):
@@ -309,14 +298,11 @@ class ResponsesBody(SamplingBody):
         messages = [Message(role="system", content=self.instructions)] if self.instructions else []
         messages += messages_of(self.input)
         if not messages:
-            raise InvalidRequest(
-                "input: there is nothing to answer but reasoning; add a message", field="input", reason="INVALID_VALUE"
-            )
+            raise InvalidValue("input: it has only reasoning; add a message to answer", field="input")
         if len(messages) > MAX_MESSAGES:
-            raise InvalidRequest(
+            raise InvalidValue(
                 f"input: {len(messages)} messages with the instructions: at most {MAX_MESSAGES}; send fewer",
                 field="input",
-                reason="INVALID_VALUE",
             )
         return messages
 

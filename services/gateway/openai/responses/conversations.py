@@ -6,7 +6,7 @@ import orjson
 from fastapi import Request, Response
 from pydantic import Field
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidValue
 from services.gateway.http.errors import response
 from services.gateway.http.request import Posted, read_body, read_caller
 from services.gateway.openai.body import Body
@@ -21,7 +21,7 @@ from services.gateway.store.service import opened
 from services.gateway.store.shapes import page
 from services.gateway.store.tables import StoredConversation
 
-MAX_ADDED = 20  # items of a request, as OpenAI has it
+MAX_ADDED = 20  # items of a request, as in OpenAI's API
 
 Items = Annotated[list[Item], Field(max_length=MAX_ADDED)]
 _CONVERSATION, _ITEMS = "/v1/conversations/{conversation_id}", "/v1/conversations/{conversation_id}/items"
@@ -55,14 +55,15 @@ async def create_conversation(request: Request) -> Response:
     store = await opened(request)
     items = all_stored((), _checked(body.items or []))
     conversation = await store.conversations.create(body.metadata, items, read_caller(request).owner)
-    return response(200, _told(conversation), ignored_header(body))
+    return response(200, _conversation_object(conversation), ignored_header(body))
 
 
 @router.get(_CONVERSATION)
 async def get_conversation(request: Request, conversation_id: str) -> Response:
     """Return a conversation, without its items."""
     store = await opened(request)
-    return response(200, _told(await store.conversations.get(conversation_id, read_caller(request).owner)))
+    conversation = await store.conversations.get(conversation_id, read_caller(request).owner)
+    return response(200, _conversation_object(conversation))
 
 
 @router.post(_CONVERSATION, openapi_extra=takes(ConversationUpdateBody.model_json_schema()))
@@ -70,8 +71,8 @@ async def update_conversation(request: Request, conversation_id: str) -> Respons
     """Replace the metadata of a conversation."""
     body = await _read(request, ConversationUpdateBody)
     store = await opened(request)
-    told = _told(await store.conversations.update(conversation_id, body.metadata, read_caller(request).owner))
-    return response(200, told, ignored_header(body))
+    conversation = await store.conversations.update(conversation_id, body.metadata, read_caller(request).owner)
+    return response(200, _conversation_object(conversation), ignored_header(body))
 
 
 @router.delete(_CONVERSATION)
@@ -121,8 +122,8 @@ async def get_item(request: Request, conversation_id: str, item_id: str) -> Resp
 async def delete_item(request: Request, conversation_id: str, item_id: str) -> Response:
     """Delete an item of a conversation. Returns the conversation."""
     store = await opened(request)
-    owner = read_caller(request).owner
-    return response(200, _told(await store.conversations.delete_item(conversation_id, item_id, owner)))
+    conversation = await store.conversations.delete_item(conversation_id, item_id, read_caller(request).owner)
+    return response(200, _conversation_object(conversation))
 
 
 async def _read(request: Request, kind: type[B]) -> B:
@@ -132,17 +133,16 @@ async def _read(request: Request, kind: type[B]) -> B:
 
 
 def _checked(items: list[Any]) -> list[Any]:
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         if isinstance(item, ItemReference):
-            raise InvalidRequest(
-                f"items[{place}]: a conversation holds items, not references to them; send the item itself",
-                field=f"items[{place}]",
-                reason="INVALID_VALUE",
+            raise InvalidValue(
+                f"items[{index}]: a conversation holds items, not references to them; send the item itself",
+                field=f"items[{index}]",
             )
     return items
 
 
-def _told(conversation: StoredConversation) -> dict[str, Any]:
+def _conversation_object(conversation: StoredConversation) -> dict[str, Any]:
     return {
         "id": conversation.id,
         "object": "conversation",

@@ -1,4 +1,4 @@
-"""Background responses: from a request that was accepted to the task that generates its response."""
+"""Background responses: a task of the gateway generates the response, without a connected client."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from services.gateway.store.background import Background, Running, finish_shield
 
 @dataclass(frozen=True)
 class BackgroundKeeper(Keeper):
-    """Keeps a background response, whose row is in the store from the beginning."""
+    """Keeps a background response, whose row is in the store since it was queued."""
 
     background: Background | None = None
     running: Running | None = None
 
     async def keep(self, response: dict[str, Any]) -> None:
-        """Keep the final state of the response. Raises ``LeaseLost`` if this gateway no longer generates it."""
+        """Store the final state of the response. Raises ``LeaseLost`` if this gateway no longer generates it."""
         assert self.background is not None
         assert self.running is not None
         await self.background.end(self.running, response, self.addition(response))
@@ -34,40 +34,41 @@ class BackgroundKeeper(Keeper):
 async def respond_in_background(
     gateway: Gateway, answer: Answer, shape: ResponseShape, keeper: Keeper, caller: Caller, *, stream: bool
 ) -> Response:
-    """Accept a request, and return its queued response, or with ``stream`` its events, which may be left at any time.
+    """Start a request in the background. Return its queued response, or with ``stream`` its events.
 
-    Raises what a request in the foreground does before its first token, and ``Overloaded`` if too many run.
+    Raises the errors that a request in the foreground raises before its first token, and ``Overloaded`` if too many
+    responses are generated.
     """
     background = (await gateway.store.opened()).background
     background.check_room(caller.owner)
     accepted = await answer.respond(stream=True)
     assert isinstance(accepted, EventStream)
     events, close = accepted.taken()
-    one = Running(shape.snapshot(), caller.owner, streamed=stream)
-    shape.keep_with(BackgroundKeeper(**vars(keeper), background=background, running=one))
-    one.resources.enter_context(gateway.guard.limits.running(caller.key, admitted=True))
+    running = Running(shape.snapshot(), caller.owner, streamed=stream)
+    shape.keep_with(BackgroundKeeper(**vars(keeper), background=background, running=running))
+    running.resources.enter_context(gateway.guard.limits.running(caller.key, admitted=True))
     try:
         await finish_shielded(
-            background.begin(one, keeper.items, _with_progress(background, one, shape, events), close)
+            background.begin(running, keeper.items, _with_progress(background, running, shape, events), close)
         )
-    except AlreadyExists:  # another try of this request was faster
-        kept = await keeper.records.get(one.body["id"], caller.owner)
+    except AlreadyExists:  # a concurrent retry of this request created it
+        kept = await keeper.records.get(running.body["id"], caller.owner)
         if not stream:
             return Response(kept.body, headers=answer.headers, media_type="application/json")
     if stream:
         headers = answer.headers | {"x-request-id": shape.request_id}
-        return EventStream(background.follow(one.body["id"], caller.owner, 0), lambda left: None, headers)
-    return Response(orjson.dumps(one.body), headers=answer.headers, media_type="application/json")
+        return EventStream(background.follow(running.body["id"], caller.owner, 0), lambda disconnected: None, headers)
+    return Response(orjson.dumps(running.body), headers=answer.headers, media_type="application/json")
 
 
 async def _with_progress(
-    background: Background, one: Running, shape: ResponseShape, events: AsyncIterator[bytes]
+    background: Background, running: Running, shape: ResponseShape, events: AsyncIterator[bytes]
 ) -> AsyncIterator[bytes]:
-    """Yield ``events``, and store the response as it is when its first output comes."""
+    """Yield ``events``, and store the state of the response at its first output."""
     queued = True
     async for data in events:
         if queued and not shape.queued:
             queued = False
             if not shape.ended:
-                await background.progress(one, shape.snapshot())
+                await background.progress(running, shape.snapshot())
         yield data

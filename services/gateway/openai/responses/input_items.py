@@ -1,4 +1,4 @@
-"""The input items of ``/v1/responses``, and the chat messages that they stand for."""
+"""The input items of ``/v1/responses``, and their translation to chat messages."""
 
 import base64
 import binascii
@@ -12,7 +12,7 @@ from services.gateway.openai.body import Body, Id
 from services.gateway.openai.messages import MAX_PARTS, CalledFunction, Message, PastCall
 from services.gateway.openai.responses.tools import INPUT, LOCAL_SHELL, qualified
 
-# Begins ``encrypted_content`` of this server's reasoning items. The rest is the reasoning's UTF-8 text in base64.
+# Prefix of ``encrypted_content`` in this server's reasoning items. The rest is the reasoning as UTF-8 in base64.
 _SEALED = "toka-reasoning-1."
 
 
@@ -110,7 +110,7 @@ class InputShellCallOutput(Body):
 
     @property
     def call_id(self) -> str:
-        """Id of the call that this is the result of."""
+        """Id of the call whose result this is."""
         return self.id
 
 
@@ -140,25 +140,25 @@ class InputReasoning(Body):
 
     @property
     def text(self) -> str:
-        """The reasoning itself, or its summary if that is all there is."""
+        """Text of the reasoning, or its summary if there is no text."""
         if self.content:
             return joined(self.content)
         return _opened(self.encrypted_content) if self.encrypted_content else joined(self.summary or [])
 
 
 class ItemReference(Body):
-    """A stored item, by its id. It is replaced by the item before anything else is done."""
+    """A reference to a stored item. The item replaces it before the input is translated."""
 
     type: Literal["item_reference"] | None = None
     id: Id = Field(description="Id of an output item of a stored response, or of an item earlier in input.")
 
 
 def _tag(item: Any) -> str:
-    """Return the tag of an item's class. Tags begin with #, so that no error takes one for a parameter's name."""
+    """Return the tag of an item's class. Tags begin with #, so that error messages do not name them as parameters."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     if kind is None:
         return "#item_reference" if isinstance(item, ItemReference) or _has_only_id(item) else "#message"
-    # A value of another type may be nested as deep as JSON allows, so its text is not part of the tag.
+    # A value of another type may be nested deeply, so its text is not part of the tag.
     return f"#{kind if isinstance(kind, str) else type(kind).__name__}"
 
 
@@ -181,40 +181,42 @@ Item = Annotated[
 
 
 def messages_of(items: Iterable[Any]) -> list[Message]:
-    """Return the chat messages of ``items``. Reasoning and calls become parts of the assistant's message that they
-    belong to. Item references must have been replaced."""
+    """Return the chat messages of ``items``.
+
+    Reasoning and calls become parts of the assistant's message. Item references must have been replaced.
+    """
     messages: list[Message] = []
-    thoughts, turn = None, None  # turn: the assistant's message that may still get calls
+    reasoning, message = None, None  # message: the assistant's last message, which the next calls belong to
     for item in items:
         match item:
             case InputReasoning():
-                thoughts, turn = item.text, None
+                reasoning, message = item.text, None
             case InputCall() | InputCustomCall() | InputShellCall():
-                if turn is None:
-                    turn = Message(role="assistant", content="", reasoning_content=thoughts, tool_calls=[])
-                    messages.append(turn)
-                turn.tool_calls = [*(turn.tool_calls or []), item.past_call()]
-                thoughts = None
+                if message is None:
+                    message = Message(role="assistant", content="", reasoning_content=reasoning, tool_calls=[])
+                    messages.append(message)
+                message.tool_calls = [*(message.tool_calls or []), item.past_call()]
+                reasoning = None
             case InputCallOutput() | InputCustomCallOutput() | InputShellCallOutput():
                 messages.append(Message(role="tool", content=joined(item.output), tool_call_id=item.call_id))
-                turn = None
+                message = None
             case InputMessage(role="assistant"):
-                turn = Message(role="assistant", content=joined(item.content), reasoning_content=thoughts)
-                messages.append(turn)
-                thoughts = None
+                message = Message(role="assistant", content=joined(item.content), reasoning_content=reasoning)
+                messages.append(message)
+                reasoning = None
             case InputMessage():
                 messages.append(Message(role=item.role, content=joined(item.content)))
-                turn = None
+                message = None
     return messages
 
 
 def joined(text: Any) -> str:
-    """Return a text, or the texts of its parts together."""
+    """Return a text, or the joined texts of its parts."""
     return text if isinstance(text, str) else "".join(part.text for part in text)
 
 
 def sealed(reasoning: str) -> str:
-    """Return ``encrypted_content`` of a reasoning item. It is opaque, not secret: the item has the text as well."""
+    """Return ``encrypted_content`` of a reasoning item. It is not secret, because the item also has the text."""
     return _SEALED + base64.b64encode(reasoning.encode()).decode()
 
 

@@ -1,4 +1,4 @@
-"""The output items of a response, and the events that tell how they grow."""
+"""The output items of a response, and the stream events of their changes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,18 +17,17 @@ from services.gateway.openai.responses.tools import (
 
 Event = tuple[str, dict[str, Any]]  # type, and the other members
 
-_ID_DIGITS = 32  # of a response's id behind its prefix
+_ID_DIGITS = 32  # of a response's id, after its prefix
 
 
 class OutputItems:
-    """The output items of one response. The last one is open until ``finish``, or until one of another kind begins.
+    """The output items of one response. The last item is open until ``finish``, or until another kind of item begins.
 
-    An item's id contains its response's, so that a reference to the item leads to the response (``response_of``).
+    The id of an item contains the id of its response. ``response_of`` finds the response of an item with it.
     """
 
     def __init__(self, response_id: str, tools: Mapping[str, Offered], *, encrypted: bool = False) -> None:
-        """``tools``: by the names under which the model knows them. ``encrypted``: reasoning items have
-        ``encrypted_content``."""
+        """Create the items. ``tools``: by the model's name. ``encrypted``: reasoning has ``encrypted_content``."""
         self.items: list[dict[str, Any]] = []
         self._name = response_id.rpartition("_")[2]
         self._tools = tools
@@ -38,7 +37,7 @@ class OutputItems:
         self._logprobs: list[dict[str, Any]] = []  # of the open item, if it is a message
 
     def push(self, deltas: Iterable[Delta], logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
-        """Append ``deltas`` to the items. ``logprobs``: those of the messages in it, as JSON."""
+        """Append ``deltas`` to the items, and return the events. ``logprobs``: of the messages in it, as JSON."""
         events: list[Event] = []
         for delta in deltas:
             if isinstance(delta, CallBegun):
@@ -51,17 +50,17 @@ class OutputItems:
             new = logprobs if kind == "message" else ()
             self._logprobs += new
             if kind in _STREAMS:
-                said = self._told({"delta": delta.text}, new)
-                events.append((f"response.{_STREAMS[kind]}.delta", self._place(part=True) | said))
+                content = self._with_logprobs({"delta": delta.text}, new)
+                events.append((f"response.{_STREAMS[kind]}.delta", self._position(part=True) | content))
         return events
 
     def finish(self, *, complete: bool) -> list[Event]:
-        """End the response. One without text gets an empty message."""
+        """End the response, and return the events. A response without items gets an empty message."""
         events = [] if self.items else self._begin("message", _EMPTY["message"])
         return events + self._end("completed" if complete else "incomplete")
 
     def abandon(self) -> None:
-        """End a response that has failed or was cancelled: the open item stays as it is."""
+        """End a response that has failed or was cancelled, with its open item as it is."""
         self._end("incomplete")
 
     def _begin_call(self, name: str) -> list[Event]:
@@ -78,9 +77,9 @@ class OutputItems:
         item = {"id": name, "type": kind, "status": "in_progress", **content}
         self.items.append(item)
         self._open, self._text, self._logprobs = item, "", []
-        events.append(("response.output_item.added", self._place(item=dict(item))))
+        events.append(("response.output_item.added", self._position() | {"item": dict(item)}))
         if kind in _PARTS:
-            events.append(("response.content_part.added", self._place(part=True) | {"part": _part(kind, "", [])}))
+            events.append(("response.content_part.added", self._position(part=True) | {"part": _part(kind, "", [])}))
         return events
 
     def _end(self, status: str) -> list[Event]:
@@ -93,28 +92,30 @@ class OutputItems:
         if kind in _PARTS:
             part = _part(kind, text, self._logprobs)
             item["content"] = [part]
-            said = self._told({"text": text}, self._logprobs)
-            events.append((f"response.{_PARTS[kind]}.done", self._place(part=True) | said))
-            events.append(("response.content_part.done", self._place(part=True) | {"part": part}))
+            content = self._with_logprobs({"text": text}, self._logprobs)
+            events.append((f"response.{_PARTS[kind]}.done", self._position(part=True) | content))
+            events.append(("response.content_part.done", self._position(part=True) | {"part": part}))
         else:
             item |= call_content(kind, text, complete=status == "completed")
             events += self._end_of_call(item)
         if kind == "reasoning" and self._encrypted:
             item["encrypted_content"] = sealed(text)
-        events.append(("response.output_item.done", self._place(item=dict(item))))
+        events.append(("response.output_item.done", self._position() | {"item": dict(item)}))
         self._open = {}
         return events
 
     def _end_of_call(self, item: dict[str, Any]) -> list[Event]:
-        """The input of a custom tool is a string in the model's JSON, so it is told at its end."""
-        place = self._place(part=True)
+        """Return the last events of a call.
+
+        The input of a custom tool is a string in the model's JSON, and is not sent before the JSON is complete.
+        """
+        position = self._position(part=True)
         if item["type"] == FUNCTION_CALL:
-            said = {"arguments": item["arguments"], "name": item["name"]}
-            return [("response.function_call_arguments.done", place | said)]
+            content = {"arguments": item["arguments"], "name": item["name"]}
+            return [("response.function_call_arguments.done", position | content)]
         if item["type"] == CUSTOM_CALL:
-            stream = "response.custom_tool_call_input"
-            said = {"input": item["input"]}
-            return [(f"{stream}.delta", place | {"delta": item["input"]}), (f"{stream}.done", place | said)]
+            stream, text = "response.custom_tool_call_input", item["input"]
+            return [(f"{stream}.delta", position | {"delta": text}), (f"{stream}.done", position | {"input": text})]
         return []
 
     def _kind(self, delta: Delta) -> str:
@@ -122,20 +123,21 @@ class OutputItems:
             return str(self._open["type"])
         return "message" if isinstance(delta, Content) else "reasoning"
 
-    def _told(self, said: dict[str, Any], logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return said | ({"logprobs": logprobs} if self._open["type"] == "message" else {})
+    def _with_logprobs(self, content: dict[str, Any], logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return content | ({"logprobs": logprobs} if self._open["type"] == "message" else {})
 
-    def _place(self, item: dict[str, Any] | None = None, *, part: bool = False) -> dict[str, Any]:
-        place: dict[str, Any] = {"output_index": len(self.items) - 1}
+    def _position(self, *, part: bool = False) -> dict[str, Any]:
+        """Return the members of an event that identify the last item, or with ``part`` its only part."""
+        position: dict[str, Any] = {"output_index": len(self.items) - 1}
         if part:
-            place["item_id"] = self._open["id"]
+            position["item_id"] = self._open["id"]
             if self._open["type"] in _PARTS:
-                place["content_index"] = 0
-        return place if item is None else place | {"item": item}
+                position["content_index"] = 0
+        return position
 
 
 def response_of(item_id: str) -> str | None:
-    """Return the id of the response that the output item ``item_id`` is of, or None if it is no output item."""
+    """Return the id of the response that has the output item ``item_id``, or None if it is not the id of one."""
     prefix, _, name = item_id.rpartition("_")
     if prefix not in _PREFIXES.values() or len(name) <= _ID_DIGITS:
         return None
@@ -148,7 +150,7 @@ _EMPTY: dict[str, dict[str, Any]] = {
 }
 _PREFIXES = {"message": "msg", "reasoning": "rs", FUNCTION_CALL: "fc", CUSTOM_CALL: "ctc", SHELL_CALL: "lsh"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
-_STREAMS = _PARTS | {FUNCTION_CALL: "function_call_arguments"}  # items whose text is told as it comes
+_STREAMS = _PARTS | {FUNCTION_CALL: "function_call_arguments"}  # items whose text is streamed
 
 
 def _part(kind: str, text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:

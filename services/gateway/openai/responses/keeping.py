@@ -1,4 +1,4 @@
-"""The conversation that a request goes on with, and what is stored of its response."""
+"""The stored conversation that a request continues, and the storage of its response."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ import orjson
 import structlog
 from pydantic import TypeAdapter
 
-from services.common.errors import AlreadyExists, InvalidRequest, NotFound, TokaError
+from services.common.errors import AlreadyExists, InvalidRequest, InvalidValue, NotFound, TokaError
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.messages import MAX_MESSAGES
 from services.gateway.openai.responses.body import ResponsesBody
 from services.gateway.openai.responses.input_items import Item, ItemReference
 from services.gateway.openai.responses.items import response_of
-from services.gateway.openai.responses.stored_items import all_stored, loaded, outputs, without_logprobs
+from services.gateway.openai.responses.stored_items import all_stored, outputs, without_logprobs
 from services.gateway.store.background import finish_shielded
 from services.gateway.store.conversations import Addition, Conversations
 from services.gateway.store.responses import RUNNING, Responses
@@ -23,44 +23,46 @@ from services.gateway.store.service import OpenStore
 
 log = structlog.get_logger(__name__)
 
-# Of earlier turns, as JSON: each response keeps them again, so that a small request cannot store much.
+# Maximum size of the earlier turns as JSON. Each response stores a copy of them, so a small request could store much.
 MAX_EARLIER_BYTES = 4 * 1024 * 1024
-MAX_REFERENCED = 1024  # responses whose items one request refers to
-_PATIENCE_S = 10.0  # timeout of the store when a response is kept
+MAX_REFERENCED = 1024  # responses whose items one request may refer to
+_TIMEOUT_S = 10.0  # of the store when a response is kept
 
 _ITEMS = TypeAdapter(list[Item])
 
 
 @dataclass(frozen=True)
 class Keeper:
-    """Keeps one response. ``items``: the conversation that it answers, see ``KeptResponse``."""
+    """Stores one response. ``items``: the conversation that it answers, see ``KeptResponse``."""
 
     records: Responses
     conversations: Conversations
     items: bytes
     key_name: str
-    stores: bool = True  # the response itself
+    stores: bool = True  # False: only append to the conversation
     conversation_id: str | None = None
-    added: Sequence[dict[str, Any]] = ()  # the items of its input, for the conversation
+    added: Sequence[dict[str, Any]] = ()  # items of the input, to append to the conversation
 
     async def keep(self, response: dict[str, Any]) -> None:
-        """Keep ``response``, which is told in any case. If that fails, its ``store`` becomes false, and its
-        ``conversation`` null."""
+        """Store ``response``. If that fails, set its ``store`` to false and its ``conversation`` to null.
+
+        The client gets the response in any case.
+        """
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_TIMEOUT_S):
                 await self._keep(response)
             return
         except AlreadyExists:
-            return  # kept by an earlier try of this request
+            return  # an earlier try of this request stored it
         except (TokaError, TimeoutError) as error:
-            reason = str(error) or f"took {_PATIENCE_S:.0f} s"
+            reason = str(error) or f"took {_TIMEOUT_S:.0f} s"
             log.warning("response not stored", id=response["id"], reason=reason)
         except Exception:
             log.exception("response not stored", id=response["id"])
         response |= {"store": False, "conversation": None}
 
     def addition(self, response: dict[str, Any]) -> Addition | None:
-        """Return what ``response`` adds to its conversation. One that failed or was cancelled adds nothing."""
+        """Return the items that ``response`` adds to its conversation, or None if it failed or was cancelled."""
         if self.conversation_id is None or response["status"] not in ("completed", "incomplete"):
             return None
         return Addition(self.conversation_id, [*self.added, *map(without_logprobs, response["output"])])
@@ -73,25 +75,26 @@ class Keeper:
             elif addition is not None:
                 await self.conversations.append(addition, self.key_name)
         except NotFound:  # the conversation was deleted meanwhile
-            log.info("no conversation to add a response to", id=response["id"])
+            log.info("response not added to its conversation, which was deleted", id=response["id"])
             response["conversation"] = None
             await replace(self, conversation_id=None)._keep(response)
 
 
 class Earlier(NamedTuple):
-    """The turns before a request's input, as they are stored and as they are validated."""
+    """The turns before the input of a request."""
 
-    told: list[dict[str, Any]]
-    items: list[Any]
+    stored: list[dict[str, Any]]  # as JSON
+    items: list[Any]  # the same, validated
 
 
 async def with_conversation(
     gateway: Gateway, body: ResponsesBody, size: int, key_name: str, *, keeps: bool = True
 ) -> tuple[ResponsesBody, Keeper | None]:
-    """Return ``body`` with its whole conversation as its input, and what keeps its response, or None if nothing does.
+    """Return ``body`` with its whole conversation as its input, and the keeper of its response if it is stored.
 
-    ``size``: bytes of the body. ``key_name``: that of the caller's API key. ``keeps``: there will be a response.
-    Raises ``InvalidRequest`` for a conversation that cannot be read, and for a response that cannot be stored.
+    ``size``: bytes of the body. ``key_name``: name of the caller's API key. ``keeps``: False if there will be no
+    response. Raises ``InvalidRequest`` for a conversation that cannot be read, and for a response that cannot be
+    stored.
     """
     earlier, size = await _earlier(gateway, body, size, key_name)
     body = await _without_references(gateway, body, earlier, key_name)
@@ -102,14 +105,12 @@ async def with_conversation(
 
 
 async def _earlier(gateway: Gateway, body: ResponsesBody, size: int, key_name: str) -> tuple[Earlier, int]:
-    """Return the turns before the input, and the bytes of all of them."""
+    """Return the turns before the input, and the size of the whole conversation in bytes."""
     field = "previous_response_id"
     if body.conversation_id is not None:
         field = "conversation"
         if body.previous_response_id is not None:
-            raise InvalidRequest(
-                "conversation: not with previous_response_id; send one of them", field=field, reason="INVALID_VALUE"
-            )
+            raise InvalidValue("conversation: not with previous_response_id; send one of them", field=field)
         store = await _opened(gateway, field)
         try:
             items = await finish_shielded(store.conversations.items(body.conversation_id, key_name))
@@ -118,7 +119,7 @@ async def _earlier(gateway: Gateway, body: ResponsesBody, size: int, key_name: s
                 f"conversation: {error.message}", field=field, reason="CONVERSATION_NOT_FOUND"
             ) from None
         most = sum(map(len, items))
-        told = await gateway.text.worked(size + most, loaded, items)
+        stored = await gateway.text.worked(size + most, lambda: [orjson.loads(item) for item in items])
     elif body.previous_response_id is not None:
         store = await _opened(gateway, field)
         try:
@@ -137,52 +138,50 @@ async def _earlier(gateway: Gateway, body: ResponsesBody, size: int, key_name: s
             )
         if len(kept.items) > MAX_EARLIER_BYTES:
             raise _too_long(field, f"more than {MAX_EARLIER_BYTES} bytes")
-        most = kept.size  # with log-probabilities
-        told = await gateway.text.worked(size + most, lambda: [*orjson.loads(kept.items), *outputs([kept.body])])
+        most = kept.size  # log-probabilities included
+        stored = await gateway.text.worked(size + most, lambda: [*orjson.loads(kept.items), *outputs([kept.body])])
     else:
         return Earlier([], []), size
     size += most
-    return await gateway.text.worked(size, _validated, told, most, len(body.input), field), size
+    return await gateway.text.worked(size, _validated, stored, most, len(body.input), field), size
 
 
-def _validated(told: list[dict[str, Any]], most_bytes: int, new: int, field: str) -> Earlier:
-    if most_bytes > MAX_EARLIER_BYTES and len(orjson.dumps(told)) > MAX_EARLIER_BYTES:
+def _validated(stored: list[dict[str, Any]], most_bytes: int, new: int, field: str) -> Earlier:
+    if most_bytes > MAX_EARLIER_BYTES and len(orjson.dumps(stored)) > MAX_EARLIER_BYTES:
         raise _too_long(field, f"more than {MAX_EARLIER_BYTES} bytes")
-    if len(told) + new > MAX_MESSAGES:
-        raise _too_long(field, f"{len(told)} items: at most {MAX_MESSAGES} with those of input")
-    return Earlier(told, _ITEMS.validate_python(told))
+    if len(stored) + new > MAX_MESSAGES:
+        raise _too_long(field, f"{len(stored)} items: at most {MAX_MESSAGES} with those of input")
+    return Earlier(stored, _ITEMS.validate_python(stored))
 
 
-def _too_long(field: str, what: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"{field}: the conversation up to it has {what}; begin a new one with what is still needed of it",
+def _too_long(field: str, size: str) -> InvalidRequest:
+    return InvalidValue(
+        f"{field}: the conversation before it has {size}; begin a new one with the items that are still needed",
         field=field,
-        reason="INVALID_VALUE",
     )
 
 
 async def _without_references(gateway: Gateway, body: ResponsesBody, earlier: Earlier, key_name: str) -> ResponsesBody:
-    """Return ``body`` with the items that its input refers to in place of the references."""
+    """Return ``body`` with item references replaced by the items."""
     wanted = {item.id for item in body.input if isinstance(item, ItemReference)}
     if not wanted:
         return body
     store = await _opened(gateway, "input")
-    by_id = {item["id"]: item for item in earlier.told if item["id"] in wanted}
+    by_id = {item["id"]: item for item in earlier.stored if item["id"] in wanted}
     responses = {name for each in wanted - by_id.keys() if (name := response_of(each)) is not None}
     if len(responses) > MAX_REFERENCED:
-        raise InvalidRequest(
+        raise InvalidValue(
             f"input: it refers to items of {len(responses)} responses: at most {MAX_REFERENCED}; send the items",
             field="input",
-            reason="INVALID_VALUE",
         )
     bodies = await finish_shielded(store.responses.bodies(responses, key_name, MAX_EARLIER_BYTES))
     by_id |= {item["id"]: item for item in await gateway.text.worked(sum(map(len, bodies)), outputs, bodies)}
-    for place, item in enumerate(body.input):
+    for index, item in enumerate(body.input):
         if isinstance(item, ItemReference) and item.id not in by_id:
             raise InvalidRequest(
-                f"input[{place}]: there is no stored item {item.id[:100]!r}: it was of a response that was not stored,"
-                " was deleted, or is older than 30 days; send the item itself",
-                field=f"input[{place}]",
+                f"input[{index}]: there is no stored item {item.id[:100]!r}: its response was not stored, was deleted,"
+                " or is older than 30 days; send the item itself",
+                field=f"input[{index}]",
                 reason="ITEM_NOT_FOUND",
             )
     found = dict(zip(by_id, _ITEMS.validate_python(list(by_id.values())), strict=True))
@@ -191,6 +190,7 @@ async def _without_references(gateway: Gateway, body: ResponsesBody, earlier: Ea
 
 
 async def _keeper(gateway: Gateway, body: ResponsesBody, earlier: Earlier, size: int, key_name: str) -> Keeper | None:
+    """Return the keeper of the response, or None if it is not stored. Raises ``InvalidRequest``."""
     store = None
     if body.store is not False or body.conversation_id is not None:
         try:
@@ -200,8 +200,8 @@ async def _keeper(gateway: Gateway, body: ResponsesBody, earlier: Earlier, size:
                 raise
     if store is None:
         return None
-    told = await gateway.text.worked(size, all_stored, earlier.told, body.input)
-    items = await gateway.text.worked(size, orjson.dumps, told)
+    stored = await gateway.text.worked(size, all_stored, earlier.stored, body.input)
+    items = await gateway.text.worked(size, orjson.dumps, stored)
     return Keeper(
         store.responses,
         store.conversations,
@@ -209,12 +209,12 @@ async def _keeper(gateway: Gateway, body: ResponsesBody, earlier: Earlier, size:
         key_name,
         body.store is not False,
         body.conversation_id,
-        told[len(earlier.told) :],
+        stored[len(earlier.stored) :],
     )
 
 
 async def _opened(gateway: Gateway, field: str) -> OpenStore:
     try:
         return await gateway.store.opened()
-    except NotFound as error:  # there never will be a store
+    except NotFound as error:  # the gateway was started without a store
         raise InvalidRequest(f"{field}: {error.message}", field=field, reason="UNSUPPORTED_PARAMETER") from None

@@ -11,7 +11,7 @@ from services.gateway.http.errors import response
 from services.gateway.http.idempotency import fingerprint
 from services.gateway.http.request import Caller, Posted
 from services.gateway.openai.answer import Answer
-from services.gateway.openai.chat import Asked, ask
+from services.gateway.openai.chat import ask
 from services.gateway.openai.conversation import check_tools
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.parse import ignored_header, parse_large
@@ -27,8 +27,8 @@ from services.gateway.store.ids import new_id
 from services.gateway.store.service import NO_STORE
 
 CREATE = "/v1/responses"
-_INLINE_ITEMS = 512  # a longer conversation is put together in a thread
-# Parameters of chat completions -> those that stand for them here.
+_INLINE_ITEMS = 512  # maximum number of items that are translated on the event loop
+# Parameters of chat completions, and the parameters that replace them here.
 _PARAMETERS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -36,8 +36,8 @@ _PARAMETERS = {
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
 }
-_NO_WORDS = re.compile(rf"\b({'|'.join(name for name in _PARAMETERS if '_' in name)})\b")
-
+# Names that occur in messages only as parameters. "messages" is also a word.
+_RENAMED = re.compile(rf"\b({'|'.join(name for name in _PARAMETERS if '_' in name)})\b")
 
 router = Router()
 
@@ -49,25 +49,26 @@ async def create_response(gateway: Gateway, posted: Posted, caller: Caller) -> R
     ignored = ignored_header(body, body.left_out)
     response_id = new_id("resp_")
     if caller.idempotency_key and body.store is not False and gateway.config.store_url != NO_STORE:
-        place = await gateway.store.opened()
+        store = await gateway.store.opened()
         same = fingerprint(CREATE, posted.raw)
-        response_id = "resp_" + await place.tries.name(caller.owner, caller.idempotency_key, same)
+        response_id = "resp_" + await store.tries.name(caller.owner, caller.idempotency_key, same)
         if body.background or not body.stream:
             with contextlib.suppress(NotFound):
-                kept = await place.responses.get(response_id, caller.owner)
+                kept = await store.responses.get(response_id, caller.owner)
                 if body.stream:
-                    events = place.background.follow(response_id, caller.owner, 0)
-                    return EventStream(events, lambda left: None, ignored)
+                    events = store.background.follow(response_id, caller.owner, 0)
+                    return EventStream(events, lambda disconnected: None, ignored)
                 return Response(kept.body, headers=ignored, media_type="application/json")
     if body.background and body.store is None:
-        body = body.model_copy(update={"store": True})  # refused where there is no store
+        body = body.model_copy(update={"store": True})  # rejected if the gateway has no store
     body, keeper = await with_conversation(gateway, body, posted.bytes, caller.owner)
-    asked = await _asked(gateway, body, caller, large=_is_large(posted, body))
-    token_text = gateway.text.token_text if asked.settings.logprobs else None
-    shape = ResponseShape(asked.request_id, asked.facts, body, asked.make_reader, token_text, keeper, response_id)
-    ignored = ignored_header(body, [*body.left_out, *asked.unknown])
-    answer = Answer(gateway, asked.jobs, shape, ignored, caller)
     try:
+        chat = await _chat(gateway, posted, body)
+        asked = await ask(gateway, chat, caller, drop_oldest=body.drops_oldest)
+        token_text = gateway.text.token_text if asked.settings.logprobs else None
+        shape = ResponseShape(asked.request_id, asked.facts, body, asked.make_reader, token_text, keeper, response_id)
+        ignored = ignored_header(body, [*body.left_out, *asked.unknown])
+        answer = Answer(gateway, asked.prompts, shape, ignored, caller)
         if body.background and keeper is not None:
             return await respond_in_background(gateway, answer, shape, keeper, caller, stream=bool(body.stream))
         return await answer.respond(stream=bool(body.stream))
@@ -82,32 +83,23 @@ async def count_input_tokens(gateway: Gateway, posted: Posted, caller: Caller) -
     ignored = ignored_header(body, body.left_out)
     counted, _ = await with_conversation(gateway, body, posted.bytes, caller.owner, keeps=False)
     try:
-        chat = await _chat(gateway, counted, large=_is_large(posted, counted))
+        chat = await _chat(gateway, posted, counted)
         facts = await gateway.fleet.model(chat.model)
-        check_tools(gateway.formats, chat, chat.tool_choice)
+        check_tools(gateway.formats, chat)
         prompt = await render_prompt(gateway.text, gateway.limits, chat, facts, None, drop_oldest=counted.drops_oldest)
     except InvalidRequest as error:
         raise _renamed(error) from None
     return response(200, {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}, ignored)
 
 
-async def _asked(gateway: Gateway, body: ResponsesBody, caller: Caller, *, large: bool) -> Asked:
-    try:
-        return await ask(gateway, await _chat(gateway, body, large=large), caller, drop_oldest=body.drops_oldest)
-    except InvalidRequest as error:
-        raise _renamed(error) from None
-
-
-async def _chat(gateway: Gateway, body: ResponsesBody, *, large: bool) -> ChatBody:
+async def _chat(gateway: Gateway, posted: Posted, body: ResponsesBody) -> ChatBody:
+    """Return ``body`` as a chat completion. Raises InvalidRequest."""
+    large = posted.bytes > INLINE_BYTES or len(body.input) > _INLINE_ITEMS
     return await gateway.text.in_thread(body.chat) if large else body.chat()
 
 
-def _is_large(posted: Posted, body: ResponsesBody) -> bool:
-    return posted.bytes > INLINE_BYTES or len(body.input) > _INLINE_ITEMS
-
-
 def _renamed(error: InvalidRequest) -> InvalidRequest:
-    """Return ``error`` with the names that parameters of chat completions have here."""
+    """Return ``error``, which names parameters of chat completions, with the names that they have here."""
     error.field = _PARAMETERS.get(error.field, error.field)
-    error.message = _NO_WORDS.sub(lambda name: _PARAMETERS[name[0]], error.message)
+    error.message = _RENAMED.sub(lambda name: _PARAMETERS[name[0]], error.message)
     return error

@@ -1,4 +1,4 @@
-"""The JSON of responses: whole, and as the typed events of a stream."""
+"""The JSON of responses, as one object or as the typed events of a stream."""
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from services.gateway.openai.usage import usage_of
 
 
 class ResponseShape(ChatShape):
-    """``/v1/responses``: one answer, told as items."""
+    """The shape of ``/v1/responses``: one answer as items."""
 
     def __init__(
         self,
@@ -33,19 +33,21 @@ class ResponseShape(ChatShape):
         keeper: Keeper | None,
         response_id: str,
     ) -> None:
-        """``request_id``: what schedulers and logs know. The response has an id of its own: who knows it, and has the
-        key that it was asked with, may ask for what is stored. ``token_text`` is set when logprobs were asked for,
-        ``keeper`` when it is to be stored."""
+        """Create the shape.
+
+        ``request_id`` is for schedulers and logs. ``response_id`` is only for the client, since it gives access to the
+        stored response. ``keeper`` stores the response, if it is stored.
+        """
         super().__init__(request_id, facts, token_text, make_reader=make_reader)
         self._id = response_id
         tools = offered(body.tools or ())
         self._items = OutputItems(response_id, tools, encrypted=body.wants_encrypted_reasoning)
         self._body = body
-        self._queued = bool(body.background)  # until there is output
+        self._queued = bool(body.background)  # until the first output
         self._keeper = keeper
         self._attribution: Attribution | None = None
-        self._ended: dict[str, Any] = {}  # the response, once it is all there
-        self._events_told = 0
+        self._ended: dict[str, Any] = {}  # the final response. Empty before its end
+        self._event_count = 0
 
     @property
     def queued(self) -> bool:
@@ -58,11 +60,11 @@ class ResponseShape(ChatShape):
         return bool(self._ended)
 
     def keep_with(self, keeper: Keeper) -> None:
-        """Have ``keeper`` keep the response."""
+        """Let ``keeper`` store the response."""
         self._keeper = keeper
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the response as it is before its end."""
+        """Return the current state of a response that has not ended."""
         return self._response("queued" if self._queued else "in_progress", None)
 
     def beginning(self) -> bytes:
@@ -123,20 +125,20 @@ class ResponseShape(ChatShape):
 
     def _read(self, index: int, piece: Piece, *, last: bool) -> Iterable[tuple[Iterable[Delta], list[dict[str, Any]]]]:
         text = piece.text
-        told = [] if self._token_text is None else chat_content(piece.entries, self._token_text)
+        logprobs = [] if self._token_text is None else chat_content(piece.entries, self._token_text)
         reader = self._readers[index]
         if reader is None:
-            return [([Content(text)], told)] if text or told else []
+            return [([Content(text)], logprobs)] if text or logprobs else []
         if self._token_text is None:
             return [(self._readers.read(index, text, last=last) or (), [])]
         self._attribution = self._attribution or Attribution(reader)
-        return self._attribution.read(text, piece.entries, told, last=last)
+        return self._attribution.read(text, piece.entries, logprobs, last=last)
 
     def _events(self, events: Sequence[Event]) -> bytes:
         lines = []
         for kind, content in events:
-            document = {"type": kind, "sequence_number": self._events_told, **content}
-            self._events_told += 1
+            document = {"type": kind, "sequence_number": self._event_count, **content}
+            self._event_count += 1
             lines.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(document)))
         return b"".join(lines)
 
@@ -188,7 +190,7 @@ class ResponseShape(ChatShape):
 
 
 def _code(error: TokaError) -> str:
-    """Of OpenAI's codes the nearest."""
+    """Return the code of OpenAI's API for ``error``."""
     if isinstance(error, InvalidRequest):
         return "invalid_prompt"
     return "rate_limit_exceeded" if isinstance(error, Overloaded) else "server_error"

@@ -1,4 +1,4 @@
-"""Items as the store has them and as lists show them."""
+"""Items in the form in which they are stored and listed."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -31,7 +31,7 @@ _PREFIXES = {
 
 
 def stored(item: Any) -> dict[str, Any]:
-    """Return an item of an input as it is stored, under its own id or a new one."""
+    """Return an input item in the form in which it is stored, with its own id or a new one."""
     kept: dict[str, Any]
     match item:
         case InputMessage(role=role):
@@ -64,7 +64,7 @@ def stored(item: Any) -> dict[str, Any]:
 
 
 def all_stored(earlier: Iterable[dict[str, Any]], given: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return the stored items ``earlier`` and those of an input behind them, each under an id that no other has."""
+    """Return the stored items ``earlier`` and the input items ``given``, each with a unique id."""
     items: dict[str, dict[str, Any]] = {}
     for item in (*earlier, *map(stored, given)):
         name = item["id"]
@@ -74,19 +74,13 @@ def all_stored(earlier: Iterable[dict[str, Any]], given: Iterable[Any]) -> list[
     return list(items.values())
 
 
-def loaded(items: Iterable[bytes]) -> list[dict[str, Any]]:
-    """Return stored items of their JSON."""
-    return [orjson.loads(item) for item in items]
-
-
 def outputs(bodies: Iterable[bytes]) -> list[dict[str, Any]]:
     """Return the output items of responses, as parts of a later conversation."""
     return [without_logprobs(item) for body in bodies for item in orjson.loads(body)["output"]]
 
 
 def without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
-    """Return an output item as part of a later conversation. Its log-probabilities, many times the size of its text,
-    stay with the response."""
+    """Return an output item without its log-probabilities, which are many times larger than its text."""
     if item["type"] != "message":
         return item
     return item | {"content": [part | {"logprobs": []} for part in item["content"]]}

@@ -1,9 +1,9 @@
-"""``/v1/responses/{id}``: read, cancel and delete stored responses, and list what they answer."""
+"""``/v1/responses/{id}``: read, cancel and delete stored responses, and list their input."""
 
 import orjson
 from fastapi import Request, Response
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidValue
 from services.gateway.http.errors import response
 from services.gateway.http.request import read_caller
 from services.gateway.openai.responses.body import check_includes
@@ -11,7 +11,7 @@ from services.gateway.openai.router import AFTER, ORDER, Router, limit, paramete
 from services.gateway.openai.sse import EventStream
 from services.gateway.store.queries import Query
 from services.gateway.store.service import opened
-from services.gateway.store.shapes import page
+from services.gateway.store.shapes import page_of
 
 MAX_PAGE = 100
 _MOST_EVENTS = 2**31 - 2
@@ -30,19 +30,16 @@ async def get_response(request: Request, response_id: str) -> Response:
     kept = await store.responses.get(response_id, owner)
     if query.one_of("stream", ("false", "true", "False", "True")).lower() == "false":
         if query.text("starting_after") is not None:
-            raise InvalidRequest(
-                "starting_after: only with stream=true; leave it out", field="starting_after", reason="INVALID_VALUE"
-            )
+            raise InvalidValue("starting_after: only with stream=true; leave it out", field="starting_after")
         return Response(kept.body, media_type="application/json")
     number = query.number("starting_after", -1, 0, _MOST_EVENTS) + 1
     if not await store.responses.events(response_id, number):
-        raise InvalidRequest(
-            "stream: the events of this response are not stored: they are for an hour, if it was made with"
-            " background=true and stream=true; leave it out to get the whole response",
+        raise InvalidValue(
+            "stream: the events of this response are not stored. They are stored for an hour if it was created with"
+            " background=true and stream=true. Leave stream out to get the whole response",
             field="stream",
-            reason="INVALID_VALUE",
         )
-    return EventStream(store.background.follow(response_id, owner, number), lambda left: None, {})
+    return EventStream(store.background.follow(response_id, owner, number), lambda disconnected: None, {})
 
 
 @router.post(f"{_RESPONSE}/cancel")
@@ -71,21 +68,14 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     check_include_query(request)
     kept = await (await opened(request)).responses.get(response_id, read_caller(request).owner)
     items = await request.app.state.gateway.text.worked(len(kept.items), orjson.loads, kept.items)
-    if order == "desc":
-        items.reverse()
-    if (after := query.text("after")) is not None:
-        places = [place for place, item in enumerate(items, 1) if item["id"] == after]
-        if not places:
-            raise InvalidRequest(f"after={after[:100]!r}: there is no such item", field="after")
-        items = items[places[0] :]
-    return response(200, page(items[:most], len(items) > most))
+    return response(200, page_of(items, query, most, reverse=order == "desc"))
 
 
 def check_include_query(request: Request) -> None:
-    """Raise ``InvalidRequest`` for a value of the query parameter ``include`` that this server does not have."""
+    """Raise ``InvalidRequest`` for a value of the query parameter ``include`` that is not supported."""
     query = request.query_params
     given = ",".join(query.getlist("include") + query.getlist("include[]"))
     try:
         check_includes(given.split(",") if given else [])
     except ValueError as error:
-        raise InvalidRequest(f"include: {error}", field="include", reason="INVALID_VALUE") from None
+        raise InvalidValue(f"include: {error}", field="include") from None

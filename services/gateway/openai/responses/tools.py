@@ -1,6 +1,6 @@
-"""The tools of ``/v1/responses``. Each is offered to the model as a function, whose calls become the tool's items.
+"""The tools of ``/v1/responses``. The model gets each as a function, and its calls become items of the tool's type.
 
-The client runs functions, custom tools and the local shell. OpenAI's servers run hosted tools; this server runs none.
+The client runs functions, custom tools and the local shell. Hosted tools run on OpenAI's servers, and not here.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import from_json
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, InvalidValue
 from services.gateway.openai.body import Body
 from services.gateway.openai.messages import (
     MAX_TOOLS,
@@ -38,7 +38,7 @@ _SHELL_PARAMETERS = {
 
 
 class _Typed(Body):
-    """The type of a function. It is a base of its own so that it is checked before the other fields."""
+    """The type of a function, in a base class so that it is validated before the other fields."""
 
     type: Literal["function"]
 
@@ -105,7 +105,7 @@ class NamespaceTool(Body):
 
 
 class HostedTool(Body):
-    """A tool that OpenAI's servers run. This server does not offer it to the model."""
+    """A tool that OpenAI's servers run. The model does not get it."""
 
     type: Literal[
         "apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search", "image_generation", "mcp",
@@ -118,13 +118,13 @@ _HOSTED = frozenset(HostedTool.model_json_schema()["properties"]["type"]["enum"]
 
 
 def _tag(tool: Any) -> str:
-    """Return the tag of a tool's class. An unknown type is checked as a function, whose error names ``type``."""
+    """Return the tag of a tool's class. An unknown type is validated as a function, whose error names ``type``."""
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     if not isinstance(kind, str):
         return "#function"
-    return (
-        "#hosted" if kind in _HOSTED else f"#{kind}" if kind in ("custom", "local_shell", "namespace") else "#function"
-    )
+    if kind in _HOSTED:
+        return "#hosted"
+    return f"#{kind}" if kind in ("custom", "local_shell", "namespace") else "#function"
 
 
 ResponseTool = Annotated[
@@ -146,12 +146,12 @@ class NamedResponseTool(Body):
 
     @property
     def qualified(self) -> str:
-        """The name under which the model knows it."""
+        """Name of the tool for the model."""
         return qualified(self.namespace, self.name)
 
 
 class AllowedResponseTools(Body):
-    """Tools that the model may call, or must call one of."""
+    """The tools that the model may call. With mode ``required`` it must call one of them."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -162,7 +162,7 @@ class AllowedResponseTools(Body):
 
 
 class Offered(NamedTuple):
-    """A tool that the model knows as a function."""
+    """A tool that the model gets as a function."""
 
     kind: Literal["function", "custom", "local_shell"]
     name: str
@@ -174,14 +174,14 @@ CALLS = {"function": FUNCTION_CALL, "custom": CUSTOM_CALL, "local_shell": SHELL_
 
 
 def qualified(namespace: str | None, name: str) -> str:
-    """Return the name under which the model knows a tool."""
+    """Return the name of a tool for the model."""
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 def offered(tools: Sequence[Any]) -> dict[str, Offered]:
-    """Return the tools that are offered to the model, by the name under which it knows them."""
+    """Return the tools that the model gets, by their name for the model."""
     by_name = {}
     for tool in tools:
         for member, namespace in _members(tool):
@@ -192,7 +192,7 @@ def offered(tools: Sequence[Any]) -> dict[str, Offered]:
 
 
 def names_of(tools: Sequence[Any]) -> list[str]:
-    """Return the names under which the model knows ``tools``, in order."""
+    """Return the names of ``tools`` for the model, in order."""
     return [
         qualified(namespace, getattr(member, "name", LOCAL_SHELL))
         for tool in tools
@@ -206,34 +206,34 @@ def hosted(tools: Sequence[Any]) -> list[str]:
 
 
 def grammars(tools: Sequence[Any]) -> bool:
-    """Return whether a custom tool has a Lark grammar, which the model is told and not held to."""
+    """Return whether a custom tool has a Lark grammar. It is part of the prompt, and not enforced."""
     members = [member for tool in tools for member, _ in _members(tool)]
     return any(isinstance(tool, CustomTool) and tool.format and tool.format.syntax == "lark" for tool in members)
 
 
 def chat_tools(tools: Sequence[Any]) -> list[Tool]:
-    """Return ``tools`` as chat completions have them. Raises ``InvalidRequest`` if all of them are hosted."""
+    """Return ``tools`` in the form of chat completions. Raises ``InvalidRequest`` if all of them are hosted."""
     functions = [function for tool in tools for function in _functions(tool)]
     if tools and not functions:
-        place = next((place for place, tool in enumerate(tools) if isinstance(tool, HostedTool)), 0)
+        index = next((index for index, tool in enumerate(tools) if isinstance(tool, HostedTool)), 0)
         kinds = ", ".join(hosted(tools)) or "an empty namespace"
         raise InvalidRequest(
-            f"tools[{place}].type: no tool is left for the model: this server runs no hosted tools ({kinds}); send"
+            f"tools[{index}].type: no tool is left for the model: this server runs no hosted tools ({kinds}); send"
             " tools of type 'function', 'custom', 'local_shell' or 'namespace'",
-            field=f"tools[{place}].type",
+            field=f"tools[{index}].type",
             reason="UNSUPPORTED_PARAMETER",
         )
     return [Tool(type="function", function=function) for function in functions]
 
 
 def chat_choice(choice: Any, tools: Sequence[Any]) -> ToolChoice | None:
-    """Return ``tool_choice`` as chat completions have it. Raises ``InvalidRequest`` for tools that are not offered."""
+    """Return ``tool_choice`` in the form of chat completions. Raises ``InvalidRequest`` for tools of another type."""
     if isinstance(choice, NamedResponseTool):
         return NamedTool(type="function", function=NamedFunction(name=choice.qualified))
     if not isinstance(choice, AllowedResponseTools):
         known: ToolChoice | None = choice
         return known
-    names, refused = [], hosted(tools)
+    names, ignored = [], hosted(tools)
     for tool in choice.tools:
         kind, name = tool.get("type"), tool.get("name")
         if kind == "local_shell":
@@ -241,11 +241,10 @@ def chat_choice(choice: Any, tools: Sequence[Any]) -> ToolChoice | None:
         elif isinstance(name, str) and kind in ("function", "custom"):
             namespace = tool.get("namespace")
             names.append(qualified(namespace if isinstance(namespace, str) else None, name))
-        elif kind not in refused:  # a hosted tool that is among tools is left out there and here
-            raise InvalidRequest(
+        elif kind not in ignored:  # a hosted tool of the request is left out here too
+            raise InvalidValue(
                 "tool_choice.tools: expected tools that are among tools, such as {'type': 'function', 'name': ...}",
                 field="tool_choice.tools",
-                reason="INVALID_VALUE",
             )
     allowed = [NamedTool(type="function", function=NamedFunction(name=name)) for name in names]
     if not allowed:
@@ -258,7 +257,7 @@ def chat_choice(choice: Any, tools: Sequence[Any]) -> ToolChoice | None:
 
 
 def call_content(kind: str, arguments: str, *, complete: bool) -> dict[str, Any]:
-    """Return what an output item of a call holds. ``arguments``: JSON, as the model wrote it."""
+    """Return the members of an output item for the ``arguments`` of its call, which are JSON from the model."""
     if kind == FUNCTION_CALL:
         return {"arguments": arguments}
     given = _arguments(arguments, complete=complete)
@@ -286,7 +285,7 @@ def _members(tool: Any) -> list[tuple[Any, str | None]]:
 
 def _functions(tool: Any) -> list[Function]:
     functions = [_function(member, namespace) for member, namespace in _members(tool)]
-    if isinstance(tool, NamespaceTool) and tool.description and functions:  # the model reads it once
+    if isinstance(tool, NamespaceTool) and tool.description and functions:  # the first function carries it for all
         functions[0].description = "\n\n".join(filter(None, (tool.description, functions[0].description)))
     return functions
 
@@ -303,7 +302,7 @@ def _function(tool: Any, namespace: str | None) -> Function:
     if form is not None and form.definition is not None:
         if form.syntax == "regex":
             schema["pattern"] = f"^(?:{form.definition})$"
-        told = f"The input matches this {'Lark grammar' if form.syntax == 'lark' else 'regular expression'}:"
-        description = "\n\n".join(part for part in (description, f"{told}\n{form.definition}") if part)
+        hint = f"The input matches this {'Lark grammar' if form.syntax == 'lark' else 'regular expression'}:"
+        description = "\n\n".join(part for part in (description, f"{hint}\n{form.definition}") if part)
     parameters = {"type": "object", "properties": {INPUT: schema}, "required": [INPUT], "additionalProperties": False}
     return Function(name=name, description=description, parameters=parameters, strict=True)

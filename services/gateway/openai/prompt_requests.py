@@ -1,11 +1,11 @@
-"""Jobs of a request's prompts."""
+"""Makes the prompt requests of a body, which are what schedulers get."""
 
 from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidValue
 from services.common.request_bounds import MAX_BIAS_COPIES
 from services.common.text.vocabulary import TokenIds
 from services.gateway.engine.codec import ModelFacts
@@ -15,7 +15,7 @@ from services.gateway.engine.text import check_token_ids
 _U64 = 2**64
 
 
-def make_jobs(
+def make_prompt_requests(
     request_id: str,
     prompts: Sequence[TokenIds],
     settings: Settings,
@@ -25,12 +25,12 @@ def make_jobs(
     max_tokens: int | None,
     seed: int | None,
 ) -> list[PromptRequest]:
-    """Return a job for each prompt. Raises InvalidRequest.
+    """Return a request for each prompt. Raises InvalidRequest.
 
-    ``max_tokens``: most tokens of each answer. None: the rest of the context. 0: only the prompt is scored.
+    ``max_tokens``: maximum number of tokens of each answer. None: the rest of the context. 0: only score the prompt.
     """
     _check_bias_copies(len(prompts), settings)
-    jobs = []
+    requests = []
     seen: Counter[bytes] = Counter()
     for number, prompt in enumerate(prompts):
         ids = np.asarray(prompt, np.uint32)
@@ -42,7 +42,7 @@ def make_jobs(
             repeat, seen[key] = seen[key], seen[key] + 1
         room = facts.max_context_tokens - len(ids)
         _check_min_tokens(settings.min_tokens, max_tokens, room)
-        jobs.append(
+        requests.append(
             PromptRequest(
                 request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
                 model=facts.id,
@@ -52,14 +52,14 @@ def make_jobs(
                 settings=settings,
             )
         )
-    return jobs
+    return requests
 
 
 def seed_of(seed: int, repeat: int) -> int:
     """Return the seed of a prompt's occurrence number ``repeat`` in one request.
 
-    The first occurrence has the caller's seed, so that a prompt gets the same answer in a list as alone. The others
-    have seeds of their own.
+    The first occurrence has the caller's seed, so that a prompt gets the same answer alone and in a list. Each later
+    occurrence has another seed.
     """
     mixed = (seed + repeat * 0x9E3779B97F4A7C15) % _U64
     if repeat:
@@ -69,23 +69,21 @@ def seed_of(seed: int, repeat: int) -> int:
 
 
 def _check_bias_copies(prompts: int, settings: Settings) -> None:
-    """Raise InvalidRequest for a large bias with many samples, each of which has a copy of it."""
+    """Raise InvalidRequest if all samples together have too many bias entries. Each sample has a copy of the bias."""
     choices, entries = prompts * settings.n, len(settings.sampling.logit_bias_token_ids)
     if choices * entries > MAX_BIAS_COPIES:
-        raise InvalidRequest(
+        raise InvalidValue(
             f"logit_bias: {entries} tokens for each of {choices} choices are more than {MAX_BIAS_COPIES}; send several"
             " requests, or bias fewer tokens",
             field="logit_bias",
-            reason="INVALID_VALUE",
         )
 
 
 def _check_prompt_logprobs_start(start: int, prompt_tokens: int) -> None:
     if start >= prompt_tokens:
-        raise InvalidRequest(
+        raise InvalidValue(
             f"prompt_logprobs_start={start}: the prompt has {prompt_tokens} tokens; expected 0 to {prompt_tokens - 1}",
             field="prompt_logprobs_start",
-            reason="INVALID_VALUE",
         )
 
 
@@ -96,6 +94,4 @@ def _check_min_tokens(least: int, max_tokens: int | None, room: int) -> None:
         limit = f"the {room} tokens that the context has left behind the prompt"
     else:
         return
-    raise InvalidRequest(
-        f"min_tokens={least} is more than {limit}; ask for less", field="min_tokens", reason="INVALID_VALUE"
-    )
+    raise InvalidValue(f"min_tokens={least} is more than {limit}; ask for less", field="min_tokens")
