@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,6 @@ from bench.local_worker import refuse
 from services.common.plan.codec import decode_plan
 from services.common.plan.types import NO_GROUPS, Admission, Batch, Groups, Limits, Plan, SamplingSettings
 from services.scheduler.record.reader import Recording, RecordingError, find_recordings
-from services.worker.boot.rehearsal import step
 from tokasaurus.common.v1.sampling_pb2 import Sampling
 from tokasaurus.worker.v1 import plan_pb2
 
@@ -50,13 +49,14 @@ class MadeUp:
             sampling = SamplingSettings(Sampling(temperature=self.temperature, seed=slot))
             admissions.append(Admission(slot, token_ids, length, pages, sampling))
         groups = Groups(bounds[:-1], np.diff(bounds), np.full(self.groups, shared)) if shared else NO_GROUPS
-        yield step(1, Batch(np.arange(rows), np.ones(rows, np.int64)), tuple(admissions), groups)
+        batch = Batch(np.arange(rows), np.ones(rows, np.int64))
+        yield Plan(1, admissions=tuple(admissions), batch=batch, groups=groups)
         for number in range(2, steps + 1):
             lengths += 1
             full = np.flatnonzero(lengths % size == 0)
             pages = np.arange(fresh, fresh + len(full))
             fresh += len(full)
-            yield replace(step(number, None, (), None), append_slots=full, append_pages=pages)
+            yield Plan(number, append_slots=full, append_pages=pages)
 
 
 class RecordedStream:

@@ -36,6 +36,7 @@ ROOMS = (
     "services/scheduler",
     "services/worker/api",
     "services/worker/attention",
+    "services/worker/boot",
     "services/worker/described",
     "services/worker/engine",
     "services/worker/layers",
