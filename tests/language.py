@@ -41,6 +41,7 @@ ROOMS = (
     "services/worker/engine",
     "services/worker/layers",
     "services/worker/models",
+    "services/worker/parallel",
     "services/worker/sampling",
     "services/worker/step",
     "tests/common/plan",

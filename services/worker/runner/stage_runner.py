@@ -55,7 +55,7 @@ class StageRunner(StepRunner):
     def reset(self) -> None:
         """Also waits until nothing is on its way between ranks: all of them run the same steps before they reset."""
         if self._owed is not None:
-            self._owed.forget()
+            self._owed.drain()
         self._group.drain()
         super().reset()
         self._parts = []
@@ -95,7 +95,7 @@ class StageRunner(StepRunner):
     def _enter(self, previous: Receiver, tokens: int) -> torch.Tensor:
         """The residual stream of a micro-batch, as the stage before has it."""
         shape = self._exchanges.of(tokens).rows(tokens), self.model.config.hidden_size
-        return previous.take(shape, self.model.dtype)
+        return previous.receive(shape, self.model.dtype)
 
     def _run_part(self, part: Batch, inputs: StepInputs, timing: Timing) -> Outcome:
         """One micro-batch."""

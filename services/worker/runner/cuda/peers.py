@@ -51,7 +51,7 @@ class Peers:
         if self.first:
             return None
         # It is there for all but the first stage.
-        return self._group.from_previous.take((self.exchange(tokens).rows(tokens), self._hidden_size), self._dtype)  # type: ignore[union-attr]
+        return self._group.from_previous.receive((self.exchange(tokens).rows(tokens), self._hidden_size), self._dtype)  # type: ignore[union-attr]
 
     def hand_on(self, leaving: torch.Tensor, sample_slots: np.ndarray) -> None:
         """``leaving``, which must not change any more, to the next stage, where ``sample_slots [samples]`` of it are
@@ -68,7 +68,7 @@ class Peers:
     def forget(self) -> None:
         """What is on its way is not needed: all ranks have run the same steps."""
         if self._owed is not None:
-            self._owed.forget()
+            self._owed.drain()
         self._group.drain()
 
     def close(self) -> None:
