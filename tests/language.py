@@ -42,6 +42,7 @@ ROOMS = (
     "services/worker/layers",
     "services/worker/models",
     "services/worker/parallel",
+    "services/worker/runner",
     "services/worker/sampling",
     "services/worker/step",
     "tests/common/plan",
