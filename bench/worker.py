@@ -3,10 +3,10 @@
 
 The plans are those of a recording (made by ``record_plans=DIR`` of a scheduler; the largest file of a directory), or
 synthetic decode steps of ``rows`` sequences. The worker has the flags ``worker_flags``. As in a server, several steps
-are in flight. For every window of steps, the program prints milliseconds of a
-step by the clock and on the device, the idle share of the device, and the host's preparation. On CUDA, some steps are
-also profiled by kernel: the time by part of the model, and the least time that arithmetic and bytes allow at rates
-measured in this process. The last line is one JSON object.
+are in flight. For every window of steps, the program prints milliseconds of a step by the clock and on the device, the
+idle share of the device, and the host's preparation. On CUDA, some steps are also profiled by kernel: the time by part
+of the model, and the least time that arithmetic and bytes allow at rates measured in this process.
+The last line is one JSON object.
 """
 
 from collections.abc import Iterator
