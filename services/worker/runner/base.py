@@ -25,9 +25,6 @@ class Runner(Protocol):
 
     limits: Limits
 
-    def run(self, plan: Plan) -> StepOutput:
-        """Run a step and wait for its output. Raises the errors of ``start``."""
-
     def start(self, plan: Plan) -> StepOutput | RunningStep:
         """Start a step, and return it or, on a CPU, its output.
 

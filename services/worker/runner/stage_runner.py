@@ -19,7 +19,7 @@ from services.common.plan.types import Batch, Limits, Plan, micro_batches
 from services.worker.attention.base import AttentionBackend
 from services.worker.attention.kv_cache import KvCache
 from services.worker.models.decoder import DecoderModel
-from services.worker.parallel.channel import Receiver, Sender
+from services.worker.parallel.channel import Sender
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import Exchanges
 from services.worker.parallel.group import RankGroup
@@ -97,11 +97,6 @@ class StageRunner(StepRunner):
         merged = concatenate(sampled) if sampled else NOTHING_SAMPLED
         return StepOutput(plan.step, merged, timing, scored, self._failures(merged))
 
-    def _enter(self, previous: Receiver, tokens: int) -> torch.Tensor:
-        """Receive the residual stream of a micro-batch from the previous stage, ``[rows, hidden_size]``."""
-        shape = self._exchanges.of(tokens).rows(tokens), self.model.config.hidden_size
-        return previous.receive(shape, self.model.dtype)
-
     def _run_part(self, part: Batch, inputs: StepInputs, timing: Timing) -> Outcome:
         """Run a micro-batch, and add its times to ``timing``."""
         started = time.perf_counter_ns()
@@ -112,10 +107,12 @@ class StageRunner(StepRunner):
         if model.last:
             self._keep_tokens(inputs, token_ids)
         previous, following = self._group.from_previous, self._group.to_next
-        entering = token_ids if previous is None else self._enter(previous, len(positions))
+        exchange = self._exchanges.of(len(positions))
+        shape = exchange.rows(len(positions)), model.config.hidden_size
+        entering = token_ids if previous is None else previous.receive(shape, model.dtype)
         prepared = time.perf_counter_ns()
         attention = self._attention.step(shard.attention, lambda: None)
-        leaving = model(entering, positions, attention, None, self._exchanges.of(len(positions)))
+        leaving = model(entering, positions, attention, None, exchange)
         forwarded = time.perf_counter_ns()
         outcome = self._finish(leaving, shard) if following is None else self._send(following, leaving, shard)
         self._slots.advance(part.slots, part.token_counts, shard.sample_slots)

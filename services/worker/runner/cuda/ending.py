@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from services.common.plan.types import Plan
-from services.worker.runner.cuda.download import to_host
 from services.worker.runner.cuda.graphs import DecodeGraph
 from services.worker.runner.cuda.guide import Guide, NoGuide
 from services.worker.runner.cuda.inputs import Standing, StepArrays, fill_up, padded
@@ -20,6 +19,7 @@ from services.worker.runner.cuda.scores import PromptRuns, StepScores, find_runs
 from services.worker.runner.cuda.state import DeviceState
 from services.worker.runner.cuda.state_kernels import advance
 from services.worker.runner.cuda.step import CudaStep, Era
+from services.worker.runner.cuda.transfers import to_host
 from services.worker.sampling.fused import FusedSampler
 from services.worker.sampling.grammars import SlotGrammars
 from services.worker.sampling.outcome import SampledOnDevice
@@ -65,7 +65,7 @@ class StepEnd(ABC):
 
     def __init__(self, peers: Peers | NoPeers, max_slots: int, guide: Guide | NoGuide | None = None) -> None:
         """``guide``: None if no sequence of this stage follows a grammar."""
-        self._peers, self._max_slots, self._guide = peers, max_slots, guide or NoGuide()
+        self._peers, self._max_slots, self.guide = peers, max_slots, guide or NoGuide()
         self._era = Era(max_slots)
 
     @abstractmethod
@@ -95,22 +95,10 @@ class StepEnd(ABC):
         place.end(long=not self._peers.reports)
         return self._step(plan, place)
 
-    def apply(self, plan: Plan) -> None:
-        """Apply releases and admissions of ``plan``."""
-        self._guide.apply(plan)
-
-    def catch_up(self, place: Place) -> None:
-        """Read the tokens of ``place`` that grammars still need, before the place is used again."""
-        self._guide.catch_up(place)
-
     def reset(self) -> None:
         """Free every slot."""
-        self._guide.clear()
+        self.guide.clear()
         self._era = Era(self._max_slots)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._guide.close()
 
     def _step(self, plan: Plan, place: Place, slots: np.ndarray = _NO_SLOTS) -> CudaStep:
         return CudaStep(plan, place, self._era, slots)
@@ -199,7 +187,7 @@ class SamplingEnd(StepEnd):
         extras, scores = self._download(place, samples.slots, sampled, scores)
         if drawn is not None and guided:
             masked = drawn.settings.masked
-            self._guide.expect(place, drawn.settings.slots[masked], masked)
+            self.guide.expect(place, drawn.settings.slots[masked], masked)
         if not peers.reports:
             return self._step(plan, place)
         settings = None if drawn is None else drawn.settings
@@ -219,12 +207,12 @@ class SamplingEnd(StepEnd):
         """Launch the draws, and keep the tokens as the slots' last tokens. Also return failures of grammars by slot."""
         settings, count = drawn.settings, len(drawn.settings.slots)
         masked = settings.masked
-        failures = self._guide.write(settings.slots[masked]) if len(masked) else {}
+        failures = self.guide.write(settings.slots[masked]) if len(masked) else {}
         sampled = self._sampler.run(leaving, settings)
         results = place.results[:count]
         advance(sampled.token_ids, sampled.finite, drawn.slots[:count], self._state.last_tokens, results)
         if len(masked):
-            self._guide.sent()
+            self.guide.sent()
         return sampled, failures
 
     def _download(

@@ -6,7 +6,7 @@ from itertools import cycle
 import torch
 
 from services.common.plan.types import Limits
-from services.worker.runner.cuda.upload import Upload
+from services.worker.runner.cuda.transfers import Upload
 
 # Steps in flight. When all are, the host waits for the oldest: a larger lead would not make the device faster.
 _PLACES = 4

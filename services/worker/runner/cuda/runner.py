@@ -112,7 +112,7 @@ class CudaRunner:
         # Connections cannot be closed before the graphs that use them are deleted.
         self._graphs = self._pieces = None
         gc.collect()
-        self._end.close()
+        self._end.guide.close()
         self._peers.close()
 
     def run(self, plan: Plan) -> StepOutput:
@@ -158,7 +158,7 @@ class CudaRunner:
 
     def _next(self, places: list[Place]) -> Place:
         places.append(self._ring.next())
-        self._end.catch_up(places[-1])
+        self._end.guide.catch_up(places[-1])
         return places[-1]
 
     def _apply(self, plan: Plan) -> PageChanges:
@@ -171,7 +171,7 @@ class CudaRunner:
             slots.admit(admission)
             count = len(admission.pages)
             parts.append(PageChanges(np.full(count, admission.slot), np.arange(count), admission.pages))
-        self._end.apply(plan)
+        self._end.guide.apply(plan)
         if plan.admissions:
             slots.derive(np.array([admission.slot for admission in plan.admissions]))
         if plan.append_slots.size:

@@ -8,7 +8,7 @@ import numpy as np
 from services.common.plan.result import ScoredTokens
 from services.common.plan.top_logprobs import TopLogprobs
 from services.common.plan.types import Batch
-from services.worker.runner.cuda.download import to_host
+from services.worker.runner.cuda.transfers import to_host
 from services.worker.sampling.prompt_logprobs import RowScores
 from services.worker.step.slots import SlotTable
 

@@ -1,4 +1,4 @@
-"""The upload of a step's arrays: one pinned buffer, one copy."""
+"""Transfers of a step's arrays between host and device. All arrays of an upload are one copy."""
 
 import numpy as np
 import torch
@@ -45,3 +45,11 @@ class Upload:
         """Copy the arrays to the device, on the current stream."""
         if self.used:
             self.on_device[: self.used].copy_(self._host[: self.used], non_blocking=True)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in pinned memory. It is complete when the current stream reaches this point."""
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream())
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return pinned.copy_(tensor, non_blocking=True)
