@@ -1,24 +1,23 @@
-"""What a forecast of the KV pages is worth: ``python -m bench.admission [trace=all] [plot=admission.png]``.
+"""Measure the benefit of the page forecast: ``python -m bench.admission [trace=all] [plot=admission.png]``.
 
-The same trace, all of it queued before the first step, through the scheduler's core under four policies:
+Runs the scheduler's core with a simulated worker. All samples of a trace are queued before the first step. There are
+four policies of admission:
 
-* ``static``: pages for prompt and limit are set aside when a sequence starts, as engines without a forecast do it;
-* ``guaranteed``: everything that runs fits at every step, each sequence to its limit; nothing is ever preempted;
-* ``predicted``: the same with lengths as learnt from what finished before;
-* ``oracle``: all lengths are known. Samples are requests of their own, with their true length for a limit.
+* ``static``: a sequence starts if the free pages hold its prompt and its limit, as in engines without a forecast;
+* ``guaranteed``: a sample is admitted if all sequences fit at every step up to their limits, so none is preempted;
+* ``predicted``: as ``guaranteed``, but with lengths that are predicted from finished samples;
+* ``oracle``: all lengths are known. Each sample is a request with its true length as its limit.
 
-Pages of a shared prompt count once under all four. The core is the same but for its rule of admission; under ``static``
-nobody passes a sample that does not fit (that would change its rate by less than a hundredth). The oracle
-computes what is behind the last whole page of a prompt once for each sample: that takes tokens, but pages are short.
+All policies count the pages of a shared prompt once. Under ``static``, a sample that does not fit blocks the samples
+behind it. The oracle computes the last part of a shared prompt, behind its last whole page, for each sample.
 
-The worker is simulated, so that figures are about steps, not seconds. ``tok/step`` is about the whole trace,
-``steady`` about the part until 90 % of the samples are through, before the batch runs empty; ``batch`` is the mean. On
-``mix`` every limit is the true length: there ``guaranteed`` is the oracle. The last line is one JSON object, with:
+Figures are in steps, not in seconds. ``tok/step`` is over the whole trace, ``steady`` over the steps until 90 % of the
+samples have finished, and ``batch`` is the mean size. On ``mix`` every limit is the true length, so ``guaranteed`` and
+``oracle`` are equal. The last line is one JSON object, with:
 
-* ``guaranteed_over_static``: ratio of tokens/step on ``mix`` (of the trace that was run, when that is another one);
-* ``predicted_over_oracle``: ratio of tokens/step, the worst of the traces; ``steady_...``: without the end, where all
-  policies are alike;
-* ``recomputed_share``: tokens computed again after preemptions, of all computed under ``predicted``; the worst.
+* ``guaranteed_over_static``: ratio of tokens per step on ``mix``, or on the only trace that ran;
+* ``predicted_over_oracle``: smallest ratio of tokens per step of all traces; ``steady_...``: in the steady part;
+* ``recomputed_share``: largest share of tokens under ``predicted`` that preemptions caused to be computed again.
 """
 
 import time
@@ -54,13 +53,13 @@ STEADY = 0.9  # of the samples
 
 
 class BenchConfig(Config):
-    """The flags; the defaults keep the pool the bottleneck under every policy."""
+    """The flags. With the defaults, pages are the bottleneck under every policy."""
 
     trace: Literal["monkeys", "mix", "mix_loose", "all"] = "all"
     plot: str | None = Field(None, description="PNG to write: pages in use and running sequences over the steps")
-    prompts: Int = Field(32, ge=1, description="of monkeys")
-    samples: Int = Field(1024, ge=2, description="of each prompt of monkeys")
-    requests: Int = Field(8192, ge=1, description="of mix and mix_loose")
+    prompts: Int = Field(32, ge=1, description="prompts of the trace monkeys")
+    samples: Int = Field(1024, ge=2, description="samples of each prompt of monkeys")
+    requests: Int = Field(8192, ge=1, description="requests of mix and mix_loose")
     kv_cache_num_tokens: Int = Field(512 * 1024, ge=LONGEST_PROMPT + LONGEST_ANSWER)
     page_size: Int = Field(16, ge=1, le=1024)
     max_seqs_per_forward: Int = Field(8192, ge=1)
@@ -88,7 +87,7 @@ def worker_shape(page_size: int, pages: int, slots: int, tokens_per_step: int) -
 
 
 class StaticAdmission(Admission):
-    """A sequence starts when pages for its prompt and its whole limit can be set aside, first come first served."""
+    """An admission in order of arrival. A sequence reserves pages for its prompt and its whole limit."""
 
     def select(self, candidates: Sequences, classes: np.ndarray) -> np.ndarray:
         return np.arange(self.fitting(candidates, classes))
@@ -98,25 +97,25 @@ class StaticAdmission(Admission):
         return bool(forecast.with_candidates(self._set_aside(candidates))[0] <= self._state.pool.pages.size)
 
     def _set_aside(self, sequences: Sequences) -> Sequences:
-        """``sequences`` as if they held all the pages that they may ever need."""
+        """Return ``sequences`` with the pages that they need at their limits."""
         return sequences._replace(pages=-(-(sequences.limit - 1) // self._state.pool.shape.page_size))
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """One trace under one policy. The arrays have an entry for each step."""
+    """The result of a trace under one policy. The arrays have an entry for each step."""
 
     pages: np.ndarray  # in use
     running: np.ndarray  # sequences in the batch
-    computed: np.ndarray  # tokens, prompts and what is wasted or computed again included
-    prefilled: np.ndarray  # of them
-    finished: np.ndarray  # samples that were through before the step
-    generated: np.ndarray  # their tokens and those of the samples that run, before the step
+    computed: np.ndarray  # tokens, including prompts and wasted or recomputed tokens
+    prefilled: np.ndarray  # tokens of prompts among them
+    finished: np.ndarray  # samples that had finished before the step
+    generated: np.ndarray  # tokens of finished and running samples before the step
     tokens: int  # of all answers
     preemptions: int
     recomputed: int  # tokens
-    wasted: int  # tokens, computed behind an end that was not known yet
-    seconds: float  # that the simulation took
+    wasted: int  # tokens, computed behind an end that the scheduler had not received yet
+    seconds: float  # duration of the simulation
 
     @property
     def rate(self) -> float:
@@ -129,7 +128,7 @@ class Outcome:
 
     @property
     def steady_rate(self) -> float:
-        """The same until most samples are through."""
+        """Tokens of answers per step, until most samples have finished."""
         steady = int(np.count_nonzero(self.finished < STEADY * self.finished[-1]))
         return int(self.generated[steady]) / steady
 
@@ -150,7 +149,7 @@ class Outcome:
 
 
 def simulate(trace: Trace, shape: WorkerShape, mode: AdmissionMode, admission: type[Admission] = Admission) -> Outcome:
-    """The whole trace, until its last answer."""
+    """Run a trace to its end."""
     started, rows = time.perf_counter(), []
     simulation = Simulation(trace, shape, mode, admission)
     pool, counters = simulation.core.state.pool.pages, simulation.core.state.queue.counters
@@ -178,18 +177,18 @@ POLICIES: dict[str, Callable[[Trace, WorkerShape], Outcome]] = {
 
 @dataclass(frozen=True)
 class SharedPrompt:
-    """What many samples of one prompt, and a second request that begins with it, cost while all of them run."""
+    """The cost of many samples of a prompt, and of a second request that begins with it, while all of them run."""
 
     samples: int
     prompt_tokens: int
-    prompt_pages: int  # in use beside the pages of each sequence's own
+    prompt_pages: int  # pages in use that belong to no single sequence
     prefilled_tokens: int  # by the samples
     prefilled_again: int  # by the second request
     second_prompt_tokens: int
 
 
 def share_prompt(samples: int) -> SharedPrompt:
-    """Run them, and look once everything runs."""
+    """Start the samples and the second request, and measure when all of them run."""
     trace, page_size = one_prompt_twice(samples), 16
     first, second = trace.requests
     shape = worker_shape(page_size, 64 * (samples + 1), samples + 1, 4096 + samples)
@@ -239,7 +238,7 @@ def headlines(outcomes: dict[str, dict[str, Outcome]]) -> dict[str, float]:
 
 
 def rounded(figures: Any) -> Any:
-    """Floats at any depth with four digits behind the point."""
+    """Round floats at any depth to four decimal places."""
     if isinstance(figures, dict):
         return {name: rounded(value) for name, value in figures.items()}
     return round(figures, 4) if isinstance(figures, float) else figures

@@ -1,10 +1,10 @@
-"""A batch under fire: ``python -m bench.batch_kills [lines=50000 kills=10 gateways=2 store=sqlite]``.
+"""Kill services during a Batch job: ``python -m bench.batch_kills [lines=50000 kills=10 gateways=2 store=sqlite]``.
 
-Gateways that share a store, a scheduler and a worker, all of them processes. A batch runs on them in peace, and the
-same once more while one process after the other is ended by ``kill -9`` and started again at once. Afterwards every
-``custom_id`` must be in the output exactly once, with the text that it had in peace: lines are greedy, so one that ran
-again says the same. The memory of gateways is watched; ``line_bytes=5000`` makes a large file. The last line is one
-JSON object; exit status 1 when anything is missing, doubled or different.
+Runs gateways that share a store, a scheduler and a worker, each as a process. A Batch job runs without faults. Then it
+runs again while one process after the other is killed by SIGKILL and restarted at once. Afterwards the output must
+have every ``custom_id`` exactly once, with the same text as without faults. Lines are greedy, so a line that runs again
+has the same text. The memory of gateways is measured; ``line_bytes=5000`` makes a large file. The last line is one JSON
+object. The exit status is 1 if a line is missing, repeated or different.
 """
 
 import io
@@ -46,12 +46,12 @@ class KillsConfig(Config):
     max_tokens: Int = Field(9, ge=1, description="tokens of the longest answer")
     line_bytes: Int = Field(0, ge=0, le=6000, description="length of a line; shorter ones get a longer prompt")
     concurrency: Int = Field(512, ge=1, description="batch_concurrency of each gateway")
-    compare: Bool = Field(True, description="run in peace first, and compare texts")
-    seed: Int = Field(1, description="of the order in which processes are killed")
+    compare: Bool = Field(True, description="first run without faults, and compare texts")
+    seed: Int = Field(1, description="seed of the order in which processes are killed")
 
 
 class Fleet:
-    """A deployment and further gateways on the same store. Each process may be killed and started."""
+    """A deployment and further gateways on the same store. Each process may be killed and restarted."""
 
     def __init__(self, config: KillsConfig, directory: Path) -> None:
         url = f"sqlite:///{directory}/batches.db" if config.store == "sqlite" else config.store
@@ -59,7 +59,7 @@ class Fleet:
         worker, address = None, None
         if config.worker == "real":
             address = f"127.0.0.1:{free_port()}"
-            # Texts are compared: in float32 what shares a batch with a line does not change its answer.
+            # Texts are compared: in float32, other rows of a batch do not change the answer to a line.
             worker = Process(directory / "worker.log", "services.worker", worker_listen=address, device="cpu",
                              dtype="float32", kv_cache_num_tokens=64 * 1024)  # fmt: skip
         self.deployment = Deployment(
@@ -92,7 +92,7 @@ class Fleet:
         return {"gateway": self._gateways, "scheduler": [self.deployment.scheduler], "worker": [self._worker]}
 
     def ask(self, question: Callable[[OpenAI], Any]) -> Any:
-        """The answer of the first gateway that has one; asked again until there is one."""
+        """Ask the gateways in turn until one answers, and return its answer."""
         answer = []
 
         def answered() -> bool:
@@ -101,7 +101,7 @@ class Fleet:
                     try:
                         answer.append(question(sdk))
                         return True
-                    except (APIConnectionError, APIStatusError):  # it starts, or was just killed
+                    except (APIConnectionError, APIStatusError):  # the gateway is starting, or was just killed
                         pass
             return False
 
@@ -127,18 +127,18 @@ def fleet(config: KillsConfig) -> Iterator[Fleet]:
 
 
 def line(number: int, most: int, length: int) -> str:
-    """A request like no other, of which many share a beginning, in at least ``length`` characters."""
+    """Return the request of line ``number``, in at least ``length`` characters. Many prompts share a prefix."""
     name = _NAMES[number % len(_NAMES)]
     prompt = f"{name} counts sheep on a long way home through the hills. {name} begins at {number} and goes on:"
     body = {"model": "tokasaurus-builtin", "prompt": prompt, "temperature": 0, "max_tokens": 1 + number % most}
-    told = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}
-    lacking = max(0, length - len(json.dumps(told)))
+    request = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}
+    lacking = max(0, length - len(json.dumps(request)))
     body["prompt"] = (_STORY * (lacking // len(_STORY) + 1))[:lacking] + prompt
-    return json.dumps(told)
+    return json.dumps(request)
 
 
 def begin(running: Fleet, content: bytes) -> Batch:
-    """A batch of the file ``content``."""
+    """Create a Batch job of the file ``content``."""
     file = running.ask(lambda sdk: sdk.files.create(file=("in.jsonl", io.BytesIO(content)), purpose="batch"))
     return running.ask(
         lambda sdk: sdk.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
@@ -146,8 +146,10 @@ def begin(running: Fleet, content: bytes) -> Batch:
 
 
 def follow(running: Fleet, batch: Batch, kills: int, seed: int) -> tuple[Batch, Counter]:
-    """Until ``batch`` has ended, ``kills`` times with a process killed; they are spread over its lines, and the kinds
-    take turns. Returns also what was killed."""
+    """Wait until ``batch`` has ended, and kill ``kills`` processes meanwhile, spread evenly over its lines.
+
+    The kinds of processes take turns. Also return the number of kills of each kind.
+    """
     chance, killed, total, name = random.Random(seed), Counter(), 0, batch.id
     turn: list[str] = []
     while True:
@@ -169,7 +171,7 @@ def follow(running: Fleet, batch: Batch, kills: int, seed: int) -> tuple[Batch, 
 
 
 def read(running: Fleet, file_id: str | None) -> list[dict[str, Any]]:
-    """The lines of an output or error file."""
+    """Return the lines of an output or error file."""
     if file_id is None:
         return []
     content = running.ask(lambda sdk: sdk.files.content(file_id).content)
@@ -195,7 +197,7 @@ def measure(config: KillsConfig) -> dict[str, Any]:
         batch, killed = follow(running, begin(running, content), config.kills, config.seed)
         seconds = time.monotonic() - began
         answers, errors = read(running, batch.output_file_id), read(running, batch.error_file_id)
-    told = Counter(answer["custom_id"] for answer in answers + errors)
+    counts = Counter(answer["custom_id"] for answer in answers + errors)
     figures |= {
         "lines": config.lines,
         "status": batch.status,
@@ -209,8 +211,8 @@ def measure(config: KillsConfig) -> dict[str, Any]:
         "gateway_mb": {"idle": idle, "most": memory.megabytes},
         "answered": len(answers),
         "failed": len(errors),
-        "missing": config.lines - len(told),
-        "twice": sum(count > 1 for count in told.values()),
+        "missing": config.lines - len(counts),
+        "twice": sum(count > 1 for count in counts.values()),
         "in_order": [answer["custom_id"] for answer in answers] == [f"r{n}" for n in range(config.lines)],
     }
     if config.compare:

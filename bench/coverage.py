@@ -1,8 +1,8 @@
-"""Repeated sampling: how many problems are solved by at least one of k samples, through the server.
+"""Measure repeated sampling: the share of problems that at least one of k samples solves.
 
 ``python -m bench.coverage [samples=100] [problems=60] [temperature=0.8] [base_url=...] [output=coverage.png]``
 
-Without ``base_url`` it starts a server of its own. ``pass@k`` is the unbiased estimator of Chen et al. 2021
+Without ``base_url``, the program starts a server. ``pass@k`` is the unbiased estimator of Chen et al. 2021
 (arXiv:2107.03374, section 2.1).
 """
 
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def choose_problems(count: int) -> list[Problem]:
-    """The first ``count`` problems, taken from each source in turn."""
+    """Return the first ``count`` problems, taken from each source in turn."""
     by_source: dict[str, list[Problem]] = {}
     for problem in read_problems():
         by_source.setdefault(problem.source, []).append(problem)
@@ -76,7 +76,7 @@ def choose_problems(count: int) -> list[Problem]:
 
 
 async def sample_all(config: CoverageConfig, base_url: str, problems: list[Problem]) -> tuple[np.ndarray, int]:
-    """Right answers, bool ``[problems, samples]``, and the tokens generated for them."""
+    """Return which answers are right, bool ``[problems, samples]``, and the number of generated tokens."""
     solved = np.zeros((len(problems), config.samples), dtype=bool)
     slots, tokens = asyncio.Semaphore(config.concurrency), 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -104,7 +104,7 @@ async def sample_all(config: CoverageConfig, base_url: str, problems: list[Probl
 
 
 def coverage(solved: np.ndarray, ks: list[int]) -> list[float]:
-    """pass@k for each k, from bool ``[problems, samples]``: the mean of ``1 - C(n - c, k) / C(n, k)``."""
+    """Return pass@k for each k from ``solved [problems, samples]`` bool: the mean of ``1 - C(n - c, k) / C(n, k)``."""
     samples = solved.shape[1]
     wrong = samples - solved.sum(axis=1)
     values = []

@@ -1,9 +1,9 @@
-"""The server without a tuning flag beside one tuned by hand: ``python -m bench.defaults model=DIR tuned='...'``.
+"""Compare a server without tuning flags to a tuned server: ``python -m bench.defaults model=DIR tuned='...'``.
 
-Both are started in turn with the same ``shared`` flags and measured by the same programs: repeated sampling
-(``bench.monkeys``), different requests at once (``bench.mixed``), time per output token (``bench.latency``) and live
-traffic (``toka-bench serve``). A ratio above 1 means that the server without flags is better. With ``cold=T`` the first
-start of each server finds no compiled kernels. The last line is one JSON object.
+Both run in turn with the same ``shared`` flags and are measured by the same programs: repeated sampling
+(``bench.monkeys``), a mixed workload (``bench.mixed``), time per output token (``bench.latency``) and live traffic
+(``toka-bench serve``). A ratio above 1 means that the server without flags is better. With ``cold=T``, the first start
+of each server has an empty cache of compiled kernels. The last line is one JSON object.
 """
 
 import json
@@ -32,14 +32,14 @@ _TIMES = ("latency", "live", "start")
 class DefaultsConfig(Config):
     """The flags of this program."""
 
-    model: str = Field(min_length=1, description="what both servers serve")
+    model: str = Field(min_length=1, description="model of both servers")
     shared: str = Field("load_format=dummy", description="flags of both servers, as a shell takes them")
-    tuned: str = Field("", description="flags of the tuned server alone; empty: only the other one is measured")
-    workloads: Strings = Field(WORKLOADS, description=f"some of {','.join(WORKLOADS)}")
-    cold: Bool = Field(False, description="each server begins with an empty compile_cache_dir, and is started twice")
-    prompts: Int = Field(16, ge=1, description="of repeated sampling, 1,024 samples each")
-    requests: Int = Field(4096, ge=1, description="of different requests at once")
-    rate: Float = Field(40.0, gt=0, description="requests a second of live traffic")
+    tuned: str = Field("", description="flags of the tuned server alone; empty: measure only the other server")
+    workloads: Strings = Field(WORKLOADS, description=f"any of {','.join(WORKLOADS)}")
+    cold: Bool = Field(False, description="start each server twice, first with an empty compile_cache_dir")
+    prompts: Int = Field(16, ge=1, description="prompts of repeated sampling, with 1,024 samples each")
+    requests: Int = Field(4096, ge=1, description="requests of the mixed workload")
+    rate: Float = Field(40.0, gt=0, description="requests per second of live traffic")
     seconds: Float = Field(8.0, gt=0, description="duration of live traffic")
 
 
@@ -74,7 +74,7 @@ def measure_server(config: DefaultsConfig, flags: str) -> dict[str, float]:
 
 
 def compare(default: dict[str, float], tuned: dict[str, float]) -> dict[str, float]:
-    """Return, for each figure of both, how many times better the default is."""
+    """Return by how many times the default server is better, for each figure that both servers have."""
     shared = [name for name in default if name in tuned]
     return {
         name: tuned[name] / default[name] if name.startswith(_TIMES) else default[name] / tuned[name] for name in shared
@@ -119,7 +119,7 @@ def _latency(config: DefaultsConfig, target: Target, server: Server) -> dict[str
 
 
 def _live(config: DefaultsConfig, target: Target, server: Server) -> dict[str, float]:
-    """Prompts of 64 to 512 tokens and answers of 128, which arrive at random."""
+    """Measure requests that arrive at random, with prompts of 64 to 512 tokens and answers of 128 tokens."""
     with tempfile.TemporaryDirectory(prefix="toka-bench-") as directory:
         path = Path(directory) / "live.json"
         command = [sys.executable, "-m", "services.cli.bench", "serve", "--url", target.url, "--rate", str(config.rate)]

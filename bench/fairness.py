@@ -1,15 +1,15 @@
-"""Latency of one key's chat while other keys keep the engine busy: ``python -m bench.fairness [worker=real]``.
+"""Measure the latency of one key's chats while other keys load the engine: ``python -m bench.fairness [worker=real]``.
 
-Busy keys send completions of 32 prompts of 400 tokens, and begin the next when one is through, so that 256 prompts or
-more are there all the time. Meanwhile another key sends chats that answer with 4 tokens. For each number of busy keys:
+Busy keys send completions of 32 prompts of 400 tokens, each after the previous one has finished, so that at least 256
+prompts are in progress at all times. Another key sends chats with answers of 4 tokens. Figures by number of busy keys:
 
-* the latency of the chat alone, and under load; and where it waits, by the scheduler's own times;
-* the longest of the usual steps: what is under way when a request arrives;
-* tokens per second of the busy keys while no other key is there, in turns with one key that sends the same.
+* the latency of a chat, alone and under load, and the parts of it that the scheduler reports;
+* the longest of the usual steps, since a new request waits for the current step;
+* tokens per second of the busy keys without chats, measured in turns with a single key that sends the same load.
 
-The bars: the median chat takes at most 3 times its time alone and one step. Busy keys lose at most 5 % of their
-throughput while the other key is idle, though it was there a moment before. The exit status is 1 if one is missed, and
-the last line is one JSON object.
+The limits: a median chat takes at most 3 times its time alone, and one step. Several busy keys have at least 95 % of
+the throughput of a single key, shortly after another key was active. The exit status is 1 if a limit is missed. The
+last line is one JSON object.
 """
 
 import asyncio
@@ -49,22 +49,22 @@ class FairnessConfig(Config):
     """The flags."""
 
     worker: Literal["fake", "real"] = Field("fake", description="real: the built-in model on this machine's CPU")
-    url: str | None = Field(None, description="a running server instead; step_ms and token_us are then its own")
+    url: str | None = Field(None, description="a running server; step_ms and token_us must be those of its worker")
     keys: Ints = Field((1, 10, 100), description="numbers of busy keys")
-    chats: Int = Field(40, ge=5, description="chats alone, and under each load")
-    gap_ms: Float = Field(150.0, ge=0, description="from one chat to the next")
-    prompts: Int = Field(32, ge=1, description="of one completion")
-    completions: Int = Field(8, ge=1, description="under way at once, one of each key at least")
+    chats: Int = Field(40, ge=5, description="chats to measure alone, and under each load")
+    gap_ms: Float = Field(150.0, ge=0, description="time from one chat to the next")
+    prompts: Int = Field(32, ge=1, description="prompts of one completion")
+    completions: Int = Field(8, ge=1, description="completions in progress, at least one for each key")
     prompt_tokens: Int = Field(400, ge=1)
-    output_tokens: Int = Field(64, ge=1, description="of each prompt")
-    text: bool = Field(False, description="prompts are texts, which the gateway turns into tokens")
-    seconds: Float = Field(15.0, gt=0, description="how long throughput is measured")
-    step_ms: Float = Field(5.0, gt=0, description="of the fake worker: fixed time of a step")
-    token_us: Float = Field(80.0, ge=0, description="of the fake worker: time of each token of a step")
+    output_tokens: Int = Field(64, ge=1, description="tokens of each answer")
+    text: bool = Field(False, description="send prompts as text, which the gateway tokenises")
+    seconds: Float = Field(15.0, gt=0, description="duration of each measurement of throughput")
+    step_ms: Float = Field(5.0, gt=0, description="fixed time of a step of the fake worker")
+    token_us: Float = Field(80.0, ge=0, description="time of each token of a step of the fake worker")
 
 
 class Bench:
-    """A running server and what is sent to it."""
+    """A client of a running server."""
 
     def __init__(self, config: FairnessConfig, url: str) -> None:
         self._config = config
@@ -101,7 +101,7 @@ class Bench:
     # -- the other key
 
     async def _chats(self, count: int) -> list[dict[str, float]]:
-        """Send chats one after the other; return the milliseconds of each, and where the scheduler says they went."""
+        """Send chats one after the other. Return the milliseconds of each, in total and by part of the scheduler."""
         found = []
         for _ in range(count):
             await asyncio.sleep(self._rng.uniform(0.5, 1.5) * self._config.gap_ms / 1000)
@@ -141,7 +141,7 @@ class Bench:
                 await asyncio.sleep(0.1)
 
     async def _settle(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Wait until there is as much as the server runs at once, or for some steps."""
+        """Wait until the server is fully loaded, or for some steps."""
         before = (await self._metrics())["toka_steps_total"]
         while (await self._metrics())["toka_steps_total"] < before + _SETTLED_STEPS:
             for task in tasks:
@@ -165,7 +165,7 @@ class Bench:
         return " ".join(map(str, ids)) if self._config.text else ids.tolist()
 
     async def _throughput(self) -> tuple[float, float]:
-        """Return the tokens that are computed in a second, recomputed ones aside, and the milliseconds of a step."""
+        """Return the computed tokens per second, without recomputed ones, and the milliseconds of a step."""
         begun, before = time.perf_counter(), await self._metrics()
         await asyncio.sleep(self._config.seconds)
         took_s, after = time.perf_counter() - begun, await self._metrics()

@@ -1,9 +1,9 @@
-"""How long the forecast takes: ``python -m bench.forecast sequences=8192``.
+"""Measure the time of the forecast: ``python -m bench.forecast sequences=8192``.
 
-So many running sequences, and a queue, in a pool that is nearly full, so that every admission needs the whole curve.
-Two shapes: prompts shared by many samples, and prompts shared by nobody; each guaranteed (to limits thousands of steps
-away) and predicted. Milliseconds on one core: the forecast from the state as it is, and the decision about the next
-batch of candidates by bisection, its forecast included. The last line is one JSON object.
+The pool is nearly full with ``sequences`` running sequences, so that every admission needs the whole curve. There are
+two shapes, prompts shared by many samples and prompts of single samples, each with guaranteed lengths (limits thousands
+of steps away) and with predicted lengths. The figures are milliseconds on one core: of a forecast, and of a decision
+about the next candidates by bisection, with its forecast. The last line is one JSON object.
 """
 
 import time
@@ -24,18 +24,18 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.state import State
 
 PAGE_SIZE, PROMPT_TOKENS, CANDIDATES = 16, 700, 256
-STEPS_AHEAD = 4096  # between the ages of the youngest and the oldest sequence, and of the oldest and its limit
+STEPS_AHEAD = 4096  # steps from the age of the youngest sequence to that of the oldest, and from there to its limit
 
 
 class BenchConfig(Config):
     """The flags."""
 
-    sequences: Int = Field(8192, ge=CANDIDATES, description="running at once")
-    repeats: Int = Field(30, ge=1, description="measurements of each; the median counts")
+    sequences: Int = Field(8192, ge=CANDIDATES, description="running sequences")
+    repeats: Int = Field(30, ge=1, description="measurements of each figure, which is their median")
 
 
 def running_state(sequences: int, prompts: int, guaranteed: bool) -> State:
-    """A core with everything running and at different ages, as if it had been for long."""
+    """Return the state of a core in which all sequences run and have different ages."""
     shape = WorkerShape(PAGE_SIZE, 4 * sequences * STEPS_AHEAD // PAGE_SIZE, sequences, 4 * sequences, 16384, 2048)
     mode = AdmissionMode.GUARANTEED if guaranteed else AdmissionMode.PREDICTED
     core = Scheduler([b"a"] * shape.vocab_size, shape.vocab_size, Policy(max_queued=10**9, mode=mode))
@@ -58,7 +58,7 @@ def running_state(sequences: int, prompts: int, guaranteed: bool) -> State:
         state.pool.slots.known[state.pool.slots.active] = np.maximum(
             state.pool.slots.known, state.pool.slots.scheduled
         )[state.pool.slots.active]
-        core._pending.pop(plan.step)  # nobody answers
+        core._pending.pop(plan.step)  # the plan will have no result
     ages = random.integers(0, STEPS_AHEAD, sequences)
     slots = state.pool.slots
     for values in (slots.scheduled, slots.known):
@@ -69,7 +69,7 @@ def running_state(sequences: int, prompts: int, guaranteed: bool) -> State:
 
 
 def candidates(state: State, guaranteed: bool) -> tuple[Sequences, np.ndarray]:
-    """The next of the queue: prompts that nobody has, and what they will grow to."""
+    """Return the next candidates, with new prompts, and their classes."""
     given = np.full(CANDIDATES, PROMPT_TOKENS)
     limit, none = given + 2 * STEPS_AHEAD, np.zeros(CANDIDATES, np.int64)
     classes = np.full(CANDIDATES, -1 if guaranteed else state.queue.lengths.class_of("", 2 * STEPS_AHEAD))
@@ -98,7 +98,7 @@ def measure(sequences: int, prompts: int, guaranteed: bool, repeats: int) -> dic
     def decide() -> int:
         return len(Admission(state, state.pool.step).select(fresh, classes))
 
-    # The pool becomes so small that half of the candidates fit: the bisection goes all its way.
+    # Shrink the pool until half of the candidates fit, so that the bisection takes all of its steps.
     forecast_now = Admission(state, state.pool.step).forecast_for(fresh)
     peak = forecast_now.with_candidates(fresh.take(np.arange(CANDIDATES // 2))).max()
     counts = np.bincount(state.pool.slots.length_class[~state.pool.slots.guaranteed], minlength=MOST_CLASSES)

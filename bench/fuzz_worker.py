@@ -1,11 +1,11 @@
-"""Random batches through one worker's runner: ``python -m bench.fuzz_worker [batches=10000] [seed=0]
+"""Run random batches on a worker's runner: ``python -m bench.fuzz_worker [batches=10000] [seed=0]
 [worker_flags='model=... torch_compile=T ...'] [in_flight=3] [resets=5] [growth_mib=64]``.
 
-Every plan keeps the contract, and together they are what a scheduler might ever send: rows from one to all slots,
-chunks up to the step's limit, admissions with shared and copied pages, groups of any shape, every sampling setting,
-plans that leave out what did not change, and takeovers with steps in flight. Exits with status 1 when a plan fails or
-is answered wrongly, something is compiled that the boot did not, or the device's memory grows beyond what the boot left
-reserved by more than ``growth_mib``. The last line is one JSON object.
+All plans are valid, and cover everything that a scheduler can send: any number of rows, chunks up to the limit of a
+step, admissions with shared and copied pages, groups of any shape, every sampling setting, plans without the parts that
+did not change, and takeovers with steps in flight. The exit status is 1 if a plan fails or has a wrong result, if a
+kernel is compiled after the boot, or if the memory that the boot reserved grows by more than ``growth_mib``. The last
+line is one JSON object.
 """
 
 import sys
@@ -35,14 +35,14 @@ class FuzzConfig(Config):
 
     batches: Int = Field(10000, ge=1)
     seed: Int = Field(0, ge=0)
-    worker_flags: str = Field("", description="as a shell takes them")
+    worker_flags: str = Field("", description="flags of the worker, quoted as in a shell")
     in_flight: Int = Field(3, ge=1, le=MOST_IN_FLIGHT)
     resets: Int = Field(5, ge=0, description="times that a new scheduler takes the worker over")
-    growth_mib: Int = Field(64, ge=0, description="by which reserved memory may grow")
+    growth_mib: Int = Field(64, ge=0, description="allowed growth of reserved memory")
 
 
 class Answers:
-    """Checks the answers; called by the feeder's thread, in the order of the plans."""
+    """A checker of results. The feeder's thread calls it in the order of the plans."""
 
     def __init__(self, limits: Limits) -> None:
         self.problems: list[str] = []
@@ -50,7 +50,7 @@ class Answers:
         self._limits = limits
 
     def check(self, batch: int, expected: Expected, output: StepOutput) -> None:
-        """``batch`` counts all plans, whatever their step's number."""
+        """Check the result of plan number ``batch``, counted over all resets."""
         self.count += 1
         self.tokens += len(expected.slots)
         found = self._wrong(expected, output)
@@ -87,7 +87,7 @@ class Answers:
 
 
 class Memory:
-    """The device's memory, from the boot on."""
+    """A record of the device's memory since the boot."""
 
     def __init__(self) -> None:
         import torch
@@ -98,11 +98,11 @@ class Memory:
         self._free_at_boot = self.least_free
 
     def look(self) -> None:
-        """Remember the least that was free."""
+        """Update the smallest amount of free memory."""
         self.least_free = min(self.least_free, self._cuda.mem_get_info()[0])
 
     def figures(self) -> dict[str, float]:
-        """MiB. ``growth`` is over the most that the boot had reserved."""
+        """Return figures in MiB. ``growth`` is the memory beyond the maximum that the boot reserved."""
         self.look()
         return {
             "reserved_at_boot_mib": round(self._booted / _MIB),
@@ -113,7 +113,7 @@ class Memory:
 
 
 def main() -> None:
-    """Run, print what was wrong, and a JSON object as the last line."""
+    """Run the batches, and print all problems and a JSON object as the last line."""
     config = from_command_line(FuzzConfig)
     flags = read_worker_flags(config.worker_flags)
     prepare(flags)

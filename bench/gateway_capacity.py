@@ -1,9 +1,9 @@
-"""How many tokens a gateway process turns into answers: ``python -m bench.gateway_capacity [stream=T]``. And how many
-requests it takes in: ``prompt_tokens=200 max_tokens=1``. Or several of them: ``gateways=4``.
+"""Measure the throughput of gateway processes: ``python -m bench.gateway_capacity [stream=T] [gateways=4]``.
 
-A fake worker that answers at once, a real scheduler, real gateways, and a client that asks for many samples of few
-prompts, or for one sample of each of many prompts. All of them are processes of this host: where cores are few, the CPU
-seconds of each say more than the rate. The last line is one JSON object.
+Runs a fake worker that answers at once, a real scheduler, real gateways, and a client. The client requests many samples
+of few prompts, to measure tokens per second. With ``prompt_tokens=200 max_tokens=1``, it requests one sample of each of
+many prompts, to measure requests per second. All are processes of this host: with few cores, the CPU seconds of each
+process say more than the rate. The last line is one JSON object.
 """
 
 import asyncio
@@ -37,21 +37,21 @@ from services.launcher.readiness import wait_until_ready
 from tests.fakes.model import FakeShape
 
 MAX_TOKENS, LONGEST_PROMPT = 1024, 1024
-FIRST_MERGED_TOKEN = 261  # of the built-in model: before it are special tokens and single bytes
-VOCAB_SIZE = 2048  # of the built-in model, the smallest there is
+FIRST_MERGED_TOKEN = 261  # of the built-in model, behind special tokens and single bytes
+VOCAB_SIZE = 2048  # of the built-in model
 
 
 class GatewayConfig(Config):
     """The flags."""
 
-    model: str = Field("builtin", description="directory for names and text, no weights: e.g. of bench.model")
-    sequences: Int = Field(8192, ge=1, description="running at once")
+    model: str = Field("builtin", description="model directory, which needs no weights (see bench.model)")
+    sequences: Int = Field(8192, ge=1, description="running sequences")
     requests: Int | None = Field(None, ge=1, description="HTTP requests; default: 32, or 64 streams, or 2048 prompts")
-    samples: Int | None = Field(None, ge=1, description="n of each; default: 1024, or 128 when streaming, or 1")
-    mean_tokens: Int = Field(153, ge=1, description="of an answer, whose length is geometric; a model's own ends count")
+    samples: Int | None = Field(None, ge=1, description="samples of each; default: 1024, 128 when streaming, or 1")
+    mean_tokens: Int = Field(153, ge=1, description="mean of the geometric answer lengths, for the built-in model")
     stream: Bool = False
     prompt_tokens: Int | None = Field(
-        None, ge=1, description="so many random token ids, others for each request; default: few-shot text"
+        None, ge=1, description="length of random prompts, different for each request; default: few-shot text"
     )
     max_tokens: Int = Field(MAX_TOKENS, ge=1, le=MAX_TOKENS)
     gateways: Int = Field(1, ge=1, description="gateway processes that share a port")
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def ask_for(config: GatewayConfig) -> list[dict[str, Any]]:
-    """The bodies of all requests."""
+    """Return the bodies of all requests."""
     if config.prompt_tokens is None:
         requests = config.requests or (64 if config.stream else 32)
         prompts = few_shot_prompts(read_problems(), requests)
@@ -115,7 +115,7 @@ def ask_for(config: GatewayConfig) -> list[dict[str, Any]]:
 
 @contextmanager
 def gateways(config: GatewayConfig):
-    """Fake worker, scheduler and gateways; yields the gateways' base URL and the files that they count in."""
+    """Run worker, scheduler and gateways. Yield the gateways' base URL and the files with their counts."""
     with processes(worker_shape(config), config.model) as scheduler, tempfile.TemporaryDirectory() as directory:
         flags = (f"model={config.model}", f"scheduler_addresses={scheduler}")
         command = [sys.executable, "-m", "services.gateway", *flags]
@@ -139,12 +139,12 @@ def gateways(config: GatewayConfig):
 
 
 def answered(numbers: list[Path]) -> list[int]:
-    """Requests that each gateway has answered so far; zeros for one alone, which keeps its numbers to itself."""
+    """Return the number of requests that each gateway has answered. A single gateway has no file and counts as 0."""
     return [int(sum(RequestMetrics(Numbers.sum_of([path])).end_to_end.counts)) for path in numbers]
 
 
 def worker_shape(config: GatewayConfig) -> FakeShape:
-    """With pages for every limit, so that admission is not what is measured."""
+    """Return a shape with enough pages for every limit, so that admission is no bottleneck."""
     card = read_card(config.model)
     pages = config.sequences * -(-(MAX_TOKENS + LONGEST_PROMPT) // 16) + 1024
     builtin = config.model == "builtin"
@@ -156,7 +156,7 @@ def worker_shape(config: GatewayConfig) -> FakeShape:
         max_context_tokens=min(card.max_context_tokens, 4096),
         first_token=FIRST_MERGED_TOKEN if builtin else 16,
         eos_token_id=card.eos_token_ids[0],
-        eos_every=config.mean_tokens if builtin else 0,  # else the model's list of ends decides
+        eos_every=config.mean_tokens if builtin else 0,  # other models have a list of tokens that end an answer
     )
 
 

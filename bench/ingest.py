@@ -1,8 +1,8 @@
-"""How long the worker waits while thousands of requests arrive: ``python -m bench.ingest [rate=2500]``.
+"""Measure the idle time of a worker while thousands of requests arrive: ``python -m bench.ingest [rate=2500]``.
 
-A scheduler, one session that submits the prompts of ``bench.traces.mix`` as fast as it can or at ``rate``, and a fake
-worker whose steps take as long as a device's. Three processes; the client's and the worker's own work count where cores
-are few. The last line is one JSON object.
+Runs a scheduler, a session that submits the prompts of ``bench.traces.mix``, all at once or at ``rate``, and a fake
+worker whose steps take as long as those of a device. Each is a process. With few cores, the work of the client and the
+worker affects the figures. The last line is one JSON object.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from tests.fakes.worker import FakeWorker
 from tokasaurus.scheduler.v1 import generate_pb2, session_pb2
 
 SESSION = "/tokasaurus.scheduler.v1.SchedulerService/Session"
-LONGEST = 1000  # tokens of a prompt, and of an answer: the built-in model's context holds both
+LONGEST = 1000  # tokens of a prompt, and of an answer; the built-in model's context holds both
 
 
 class IngestConfig(Config):
@@ -43,28 +43,28 @@ class IngestConfig(Config):
 
     requests: Int = Field(8192, ge=1)
     rate: Float = Field(0.0, ge=0, description="requests per second; 0 = all at once")
-    seconds: Float = Field(6.0, ge=1, description="from the first plan on: how long the worker is watched")
-    token_us: Float = Field(4.0, ge=0, description="of a step, for each token")
-    step_ms: Float = Field(1.0, ge=0, description="of a step, whatever it computes")
+    seconds: Float = Field(6.0, ge=1, description="duration of the measurement, from the first plan on")
+    token_us: Float = Field(4.0, ge=0, description="time of each token of a step")
+    step_ms: Float = Field(1.0, ge=0, description="fixed time of a step")
     max_tokens_per_step: Int = Field(16384, ge=1)
 
 
 @dataclass
 class Step:
-    """Times of ``time.monotonic``, which all processes of a host share."""
+    """The times of a step by ``time.monotonic``, which all processes of a host share."""
 
-    arrived: float  # the plan
+    arrived: float  # arrival of the plan
     began: float
     ended: float
     tokens: int
 
 
 class TimedWorker(FakeWorker):
-    """Answers a plan when a device that computes nothing else would be through with it."""
+    """A fake worker that answers a plan when a device would complete it."""
 
     def __init__(self, shape: FakeShape, token_s: float, step_s: float) -> None:
         super().__init__(shape)
-        self.takes_together = False  # each answer goes out at its own time
+        self.takes_together = False  # each result is sent at its own time
         self.steps: list[Step] = []
         self._token_s, self._fixed_s = token_s, step_s
         self._arrived: deque[float] = deque()
@@ -93,7 +93,7 @@ class TimedWorker(FakeWorker):
 
 
 def worker_process(address: str, shape: FakeShape, token_s: float, step_s: float, pipe: Connection) -> None:
-    """Tells its steps whenever asked."""
+    """Run a worker that sends its steps for each message of ``pipe``."""
 
     async def run() -> None:
         worker = TimedWorker(shape, token_s, step_s)
@@ -106,7 +106,7 @@ def worker_process(address: str, shape: FakeShape, token_s: float, step_s: float
 
 
 def scheduler_process(flags: list[str], pipe: Connection) -> None:
-    """Tells the CPU seconds of its threads, by name, whenever asked."""
+    """Run a scheduler that sends the CPU seconds of its threads, by name, for each message of ``pipe``."""
 
     def answer() -> None:
         while True:
@@ -120,7 +120,7 @@ def scheduler_process(flags: list[str], pipe: Connection) -> None:
 
 
 class Client:
-    """One session: sends everything and counts what is accepted."""
+    """A session that submits all requests and counts the accepted ones."""
 
     def __init__(self, messages: list[bytes], rate: float) -> None:
         self._messages, self._rate = messages, rate
@@ -128,7 +128,7 @@ class Client:
         self._all_accepted = asyncio.Event()
 
     async def run(self, address: str, seconds: float) -> dict[str, float]:
-        """Seconds from the first request on; the session stays open for ``seconds`` at least."""
+        """Submit the requests. Return times in seconds since the first request. Keep the session for ``seconds``."""
         async with PLAIN.open_aio(address) as channel:
             call = channel.stream_stream(SESSION, request_serializer=None, response_deserializer=None)()
             await call.write(session_pb2.SessionRequest(open=session_pb2.SessionOpen()).SerializeToString())
@@ -161,7 +161,7 @@ class Client:
 
 
 def submits(config: IngestConfig, card: ModelCard) -> list[bytes]:
-    """What the gateway sends for ``bench.mixed``."""
+    """Return the messages that a gateway sends for ``bench.mixed``."""
     messages = []
     for handle, request in enumerate(mix(config.requests).requests):
         tokens = request.tokens[:LONGEST] % (card.vocab_size - 1) + 1
@@ -181,7 +181,7 @@ def submits(config: IngestConfig, card: ModelCard) -> list[bytes]:
 
 @contextmanager
 def child(target: Callable[..., None], *arguments: Any):
-    """A process with a pipe to it."""
+    """Start a process with a pipe."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
@@ -199,7 +199,7 @@ def ask(pipe: Connection) -> Any:
 
 
 def idle_shares(steps: list[Step], seconds: int) -> list[float]:
-    """Share of each second from the first plan on in which the worker had nothing to do."""
+    """Return the share of idle time of the worker in each second since the first plan."""
     starts = steps[0].began + np.arange(seconds)[:, None]
     began, ended = np.array([(step.began, step.ended) for step in steps]).T
     busy = np.clip(np.minimum(ended, starts + 1) - np.maximum(began, starts), 0, None).sum(axis=1)

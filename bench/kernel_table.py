@@ -1,13 +1,13 @@
-"""Which part of a step each kernel on the device belongs to, told by its name and by what ran around it."""
+"""A table of the kernels of a step by part of the model, which follows from their names and their neighbours."""
 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-_SPANS, _PRODUCT = "spans", "product"  # told apart by their neighbours
+_SPANS, _PRODUCT = "spans", "product"  # their neighbours decide the part
 
-# The first that is found in a kernel's name decides.
+# The first pattern that occurs in a kernel's name decides.
 _NAMES = [
     (re.compile(pattern, re.IGNORECASE), part)
     for pattern, part in (
@@ -29,19 +29,19 @@ _NAMES = [
 
 @dataclass
 class KernelTable:
-    """Time on the device by part, of one step."""
+    """The time of one step on the device, by part."""
 
     parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # ms
     counts: Counter = field(default_factory=Counter)  # launches by part
     names: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # ms by "part: kernel"
 
     def largest(self, count: int) -> list[tuple[str, float]]:
-        """Kernels that take most, ``(part: name, ms)``."""
+        """Return the ``count`` kernels that take most time, as ``(part: name, ms)``."""
         return sorted(self.names.items(), key=lambda item: -item[1])[:count]
 
 
 def tabulate(kernels: Iterable[tuple[str, float]], *, grouped: bool) -> KernelTable:
-    """``kernels``: name and milliseconds, in the order in which they ran. ``grouped``: the step has Hydragen groups."""
+    """Return the table of ``kernels``, names and milliseconds in order. ``grouped``: the step has Hydragen groups."""
     kernels = list(kernels)
     found = [_part(name) for name, _ in kernels]
     _tell_head(found, [name for name, _ in kernels])
@@ -55,7 +55,7 @@ def tabulate(kernels: Iterable[tuple[str, float]], *, grouped: bool) -> KernelTa
 
 
 def profile(run: Callable[[], None], *, grouped: bool) -> KernelTable:
-    """What ``run``, which must wait for the device, makes it do."""
+    """Return the table of the kernels that ``run`` launches. ``run`` must wait for the device."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as watching
@@ -72,7 +72,7 @@ def _part(name: str) -> str:
 
 
 def _tell_head(found: list[str], names: list[str]) -> None:
-    """The vocabulary head is the product before its logits are sampled from."""
+    """Find the vocabulary head: the product before sampling."""
     wanted = False
     for index in reversed(range(len(found))):
         if found[index] == _PRODUCT:
@@ -81,12 +81,12 @@ def _tell_head(found: list[str], names: list[str]) -> None:
                 wanted = False
         elif found[index] == "sampling":
             wanted = True
-        elif found[index] in ("activation", "store"):  # of a layer: behind it is no head
+        elif found[index] in ("activation", "store"):  # a layer: the product before it is not the head
             wanted = False
 
 
 def _tell_spans(found: list[str], names: list[str], grouped: bool) -> None:
-    """In every layer prefixes come between storing and the rows' own tokens, and chunks behind those."""
+    """Classify attention: in every layer, prefixes run after storing, then own tokens, and then chunks."""
     behind = not grouped
     for index, part in enumerate(found):
         if part == "store":

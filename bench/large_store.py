@@ -1,9 +1,9 @@
-"""Measure a store that holds much: ``python -m bench.large_store [rows=100000]``.
+"""Measure a large store: ``python -m bench.large_store [rows=100000]``.
 
 Fills an SQLite store with ``rows`` responses, files, batches, conversations and chat completions of one key, opens it
-anew, and times what gateways ask of it: reading, listing, deleting, looking for batches, and deleting what has expired.
-Figures are the median and the maximum of single transactions in milliseconds. The last line is one JSON object. The
-exit status is 1 if a transaction took longer than ``most_ms``.
+again, and times the transactions of gateways: reads, lists, deletions, claims of batches, and deletions of expired
+rows. Figures are the median and the maximum of single transactions in milliseconds. The last line is one JSON object.
+The exit status is 1 if a transaction took longer than ``most_ms``.
 """
 
 import asyncio
@@ -45,8 +45,8 @@ class LargeStoreConfig(Config):
 
     rows: Int = Field(100_000, ge=1, description="rows of each kind")
     body_bytes: Int = Field(2000, ge=1, description="size of the JSON of a response and of a chat completion")
-    runs: Int = Field(10, ge=1, description="times that each reading access is measured")
-    most_ms: Float = Field(1000.0, gt=0, description="the longest time that one transaction may take")
+    runs: Int = Field(10, ge=1, description="measurements of each read")
+    most_ms: Float = Field(1000.0, gt=0, description="longest allowed time of one transaction")
 
 
 def rows_of(config: LargeStoreConfig) -> dict[type[tables.Base], Callable[[int], dict[str, Any]]]:
@@ -106,7 +106,7 @@ async def fill(store: Store, config: LargeStoreConfig) -> None:
 
 
 async def expire(store: Store) -> None:
-    """Let everything expire now."""
+    """Set the time of expiry of all rows to now."""
     kinds = (tables.StoredResponse, tables.StoredFile, tables.StoredConversation, tables.StoredChat)
     async with store.writing() as session:
         for table in kinds:
@@ -123,7 +123,7 @@ class Times:
         self.found: dict[str, list[float]] = {}
 
     async def once(self, name: str, work: Awaitable[Any]) -> Any:
-        """Await ``work``, and note how long it took."""
+        """Await ``work``, and record its duration."""
         began = time.perf_counter()
         result = await work
         self.found.setdefault(name, []).append((time.perf_counter() - began) * 1000)
@@ -138,7 +138,7 @@ class Times:
 
 
 async def read(store: Store, config: LargeStoreConfig, times: Times) -> None:
-    """Time what clients and gateways ask."""
+    """Time the accesses of clients and gateways."""
     responses, files, batches, chats = Responses(store), Files(store), Batches(store), Chats(store)
     conversations, leases = Conversations(store), Leases(store, owner="o", pool="m")
     for run in range(config.runs):
@@ -173,7 +173,7 @@ async def read(store: Store, config: LargeStoreConfig, times: Times) -> None:
 
 
 async def forget(store: Store, times: Times) -> None:
-    """Time each transaction that deletes what has expired."""
+    """Time each transaction that deletes expired rows."""
     leases, files, tries = Leases(store, owner="o", pool="m"), Files(store), Tries(store)
     while await times.once("purge batches", leases.purge()):
         pass

@@ -1,8 +1,8 @@
-"""Latency of streams through any OpenAI server: ``python -m bench.latency [concurrent=1,8,64]``.
+"""Measure the latency of streams of any OpenAI server: ``python -m bench.latency [concurrent=1,8,64]``.
 
-Time per output token: of a request, from its first text to its last, over its tokens less one; the median over all
-requests. Time to first token: from the request, on a connection that is open, to its first text. Prompts are random
-and different, so that none is cached. The last line is one JSON object.
+The time per output token of a request is the time from its first text to its last, divided by its tokens less one. The
+time to first token begins with the request, on an open connection. Figures are medians over all requests. Prompts are
+random and different, so that none is cached. The last line is one JSON object.
 """
 
 from dataclasses import asdict
@@ -23,12 +23,12 @@ from services.common.flags import Float, Int, Ints
 class LatencyConfig(TargetConfig):
     """The flags."""
 
-    concurrent: Ints = Field((1, 8, 64), min_length=1, description="streams at once")
+    concurrent: Ints = Field((1, 8, 64), min_length=1, description="numbers of concurrent streams")
     prompt_tokens: Int = Field(128, ge=1)
     output_tokens: Int = Field(256, ge=2)
-    vocab_size: Int = Field(32768, ge=2, description="prompts are random tokens below it, without 0")
+    vocab_size: Int = Field(32768, ge=2, description="prompts are random token ids from 1 to this number less one")
     temperature: Float = Field(0.6, ge=0)
-    rounds: Int = Field(5, ge=1, description="rounds of each, after one that does not count")
+    rounds: Int = Field(5, ge=1, description="measured rounds of each number of streams, after a warm-up")
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def measure(config: LatencyConfig, target: Target) -> dict[str, dict[str, float]]:
-    """Milliseconds by number of streams."""
+    """Return milliseconds by number of streams."""
     from rich.console import Console
     from rich.table import Table
 
@@ -74,7 +74,7 @@ def measure(config: LatencyConfig, target: Target) -> dict[str, dict[str, float]
 
 
 def measure_round(config: LatencyConfig, target: Target, count: int, rng: np.random.Generator) -> list[Reply]:
-    """``count`` streams that begin at the same time."""
+    """Run ``count`` streams that begin at the same time."""
     bodies = [
         {
             "model": target.model,

@@ -1,13 +1,14 @@
-"""What tensor-parallel ranks take to exchange a layer's activations: ``python -m bench.links [tp_size=2]
+"""Measure the exchange of activations between tensor-parallel ranks: ``python -m bench.links [tp_size=2]
 [shape=llama-8b] [tokens=16,64,...] [device=cuda] [repeats=20] [graphs=F]``.
 
-Each rank is a process, on a GPU of its own where there are any. A layer's products (qkv, output, gate and up, down) run
-with every way of exchanging that the worker has, and without any: the difference is what the links cost. ``head`` is
-the product of a rank's part of the vocabulary. So a step's products and their exchange take the model's layers times
-one of the columns, and once the head. Norms, attention and activation are left out; a rank that has a part of the rows
-norms fewer besides. On a GPU each way is a CUDA graph, unless ``graphs=F``. Times are those of the slowest rank. The
-worker's choices follow from them: up to how many tokens sums go through peers' memory, from how many on rows are
-sharded, and from how many on products overlap (``async_tp_threshold``). The last line is one JSON object.
+Each rank is a process, on its own GPU if there are GPUs. The products of a layer (qkv, output, gate and up, down) run
+with every exchange strategy of the worker, and without an exchange. The difference is the cost of the links. ``head``
+is the product of a rank's part of the vocabulary. A step takes one of the columns times the number of layers, and the
+head. Norms, attention and activations are left out; a rank with a share of the rows also computes fewer norms.
+
+On a GPU, each strategy is a CUDA graph, unless ``graphs=F``. Times are those of the slowest rank. The thresholds of the
+worker follow from them: for sums through peer memory, for sharded rows, and for overlapping products
+(``async_tp_threshold``). The last line is one JSON object.
 """
 
 import multiprocessing
@@ -31,14 +32,12 @@ _WARMUP = 3
 class LinksConfig(Config):
     """The flags."""
 
-    tp_size: Int = Field(2, ge=2, le=8, description="ranks, and processes")
+    tp_size: Int = Field(2, ge=2, le=8, description="ranks, each a process")
     shape: Literal["llama-1b", "llama-8b", "llama-70b", "tiny"] = "llama-8b"
-    tokens: Ints = Field(_TOKENS, min_length=1, description="sizes of steps")
+    tokens: Ints = Field(_TOKENS, min_length=1, description="sizes of steps in tokens")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     repeats: Int = Field(20, ge=1, description="layers in a measurement")
-    graphs: Bool = Field(
-        True, description="on a GPU: as CUDA graphs; F: launched one by one, as steps with prompts are"
-    )
+    graphs: Bool = Field(True, description="on a GPU, launch CUDA graphs; F: launch eagerly, as for steps with prompts")
 
 
 def main() -> None:
@@ -64,8 +63,8 @@ def main() -> None:
 
 
 def _rank(config: LinksConfig, rank: int, port: int, results: multiprocessing.SimpleQueue) -> None:
-    """One rank's process."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as a worker's
+    """Run a rank. The entry point of its process."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as in a worker
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(config.tp_size)))).split(",")
     if config.device != "cpu" and rank < len(visible):
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank]
@@ -77,12 +76,12 @@ def _rank(config: LinksConfig, rank: int, port: int, results: multiprocessing.Si
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda:0" if on_gpu else "cpu")
     group = RankGroup(Ranks(tp_rank=rank, tp_size=config.tp_size), "127.0.0.1", port, device, {})
-    done = threading.Event()  # whoever leaves from then on is not lost
+    done = threading.Event()  # a rank that leaves after this is not lost
     group.watch(lambda error: done.is_set() or os._exit(error.exit_status))
     layer = _Layer(config, device)
     found = {}
     with torch.inference_mode():
-        for tokens in sorted(config.tokens, reverse=True):  # buffers only grow before graphs are made
+        for tokens in sorted(config.tokens, reverse=True):  # buffers grow only before graphs are captured
             found[tokens] = {
                 name: _slowest(group, _timed(group, layer.once(exchange, tokens), config, device))
                 for name, exchange in _exchanges(group, tokens)
@@ -97,7 +96,7 @@ def _rank(config: LinksConfig, rank: int, port: int, results: multiprocessing.Si
 
 
 def _exchanges(group, tokens: int) -> Iterable[tuple[str, object]]:
-    """Name and strategy of every way that takes ``tokens`` tokens."""
+    """Yield the name and the object of every strategy that supports ``tokens`` tokens."""
     from services.worker.parallel.exchange import ALONE, AllReduce, Overlapped, PeerSum, SequenceSharded
 
     place = group.ranks.tp_rank, group.ranks.tp_size
@@ -112,7 +111,7 @@ def _exchanges(group, tokens: int) -> Iterable[tuple[str, object]]:
 
 
 class _Layer:
-    """The products of one layer, and of the head, of which a rank has its part."""
+    """A rank's share of the products of a layer, and of the head."""
 
     def __init__(self, config: LinksConfig, device) -> None:
         import torch
@@ -136,7 +135,7 @@ class _Layer:
         self._head = linear(hidden, VOCAB_SIZE // size)
 
     def once(self, exchange, tokens: int) -> Callable[[], None]:
-        """What runs all of it."""
+        """Return a function that runs the products of a layer."""
         import torch
 
         x = torch.randn(exchange.rows(tokens), self._hidden, device=self._device, dtype=self._dtype)
@@ -150,7 +149,7 @@ class _Layer:
         return run
 
     def head_of(self, tokens: int) -> Callable[[], None]:
-        """What makes the logits of all ``tokens``."""
+        """Return a function that computes the logits of all ``tokens``."""
         import torch
 
         x = torch.randn(tokens, self._hidden, device=self._device, dtype=self._dtype)
@@ -158,7 +157,7 @@ class _Layer:
 
 
 def _timed(group, run: Callable[[], None], config: LinksConfig, device) -> float:
-    """Microseconds of one of ``config.repeats`` runs."""
+    """Return the mean microseconds of ``config.repeats`` runs."""
     import torch
 
     def repeat() -> None:
@@ -190,7 +189,7 @@ def _timed(group, run: Callable[[], None], config: LinksConfig, device) -> float
 
 
 def _slowest(group, value: float) -> float:
-    """The largest of all ranks'."""
+    """Return the largest ``value`` of all ranks."""
     return -group.least(-int(value * 1000)) / 1000
 
 

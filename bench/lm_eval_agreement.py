@@ -1,9 +1,9 @@
-"""Whether lm-evaluation-harness says the same of our server as of transformers: ``python -m bench.lm_eval_agreement``.
+"""Compare lm-evaluation-harness on our server and on transformers: ``python -m bench.lm_eval_agreement``.
 
-Two small tasks (``bench/data/lm_eval``), one by log-likelihood and one by generated text, each run by ``lm_eval``
-twice: against a server of ours (``--model local-completions``) and on the same checkpoint in transformers (``--model
-hf``), both in float32 on this machine's CPU. Needs ``pip install 'lm_eval[api,hf]'`` (which brings much, so no extra
-names it), and the repository's root as the working directory. The last line is one JSON object; exit status 1 when a
+Runs two small tasks (``bench/data/lm_eval``), one by log-likelihood and one by generated text. ``lm_eval`` runs each
+twice: with our server (``--model local-completions``) and with the same checkpoint in transformers (``--model hf``),
+both in float32 on this machine's CPU. Needs ``pip install 'lm_eval[api,hf]'``, which is in no extra because it is
+large, and the repository's root as the working directory. The last line is one JSON object. The exit status is 1 if a
 score, a text or a log-likelihood differs.
 """
 
@@ -33,13 +33,15 @@ class AgreementConfig(Config):
     """The flags."""
 
     limit: Int = Field(40, ge=1, le=40, description="documents of each task")
-    concurrent: Int = Field(8, ge=1, description="requests at once")
-    tolerance: Float = Field(1e-3, gt=0, description="by which log-likelihoods may differ")
+    concurrent: Int = Field(8, ge=1, description="concurrent requests")
+    tolerance: Float = Field(1e-3, gt=0, description="allowed difference of log-likelihoods")
 
 
 def evaluate(config: AgreementConfig, model: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The scores of both tasks, and for each document what the model said. ``RuntimeError`` with the harness's last
-    lines when it fails."""
+    """Return the scores of both tasks, and the model's output for each document.
+
+    Raises ``RuntimeError`` with the last lines of the harness if it fails.
+    """
     with tempfile.TemporaryDirectory() as directory:
         command = [
             sys.executable, "-m", "lm_eval", "--model", model,
@@ -65,7 +67,7 @@ def evaluate(config: AgreementConfig, model: str, arguments: dict[str, Any]) -> 
 
 
 def _samples(written: Path, task: str) -> list[dict[str, Any]]:
-    """What ``--log_samples`` says of each document, in their order."""
+    """Return the entries of ``--log_samples`` in the order of the documents."""
     (path,) = written.rglob(f"samples_{task}_*.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return sorted(rows, key=lambda row: row["doc_id"])

@@ -1,4 +1,4 @@
-"""A worker's runner in this process, without gRPC, fed as the engine feeds it: one thread starts steps, one answers."""
+"""A worker's runner in this process, without gRPC. As in the engine, one thread starts steps and another waits."""
 
 import os
 import queue
@@ -20,13 +20,13 @@ from services.worker.step.output import StepOutput
 if TYPE_CHECKING:
     from services.worker.boot.common import Booted
 
-# Another step would wait for a place in the runner's ring, which is freed by an answer.
+# A further step would wait for a place in the runner's ring, which is free only after a result is read.
 MOST_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True)
 class LocalWorker:
-    """What ``boot_worker`` made."""
+    """A booted runner with its flags."""
 
     config: WorkerConfig
     booted: "Booted"
@@ -41,7 +41,7 @@ class LocalWorker:
 
 
 def read_worker_flags(flags: str, **defaults: object) -> WorkerConfig:
-    """``'model=... torch_compile=T'`` as a shell takes them, over ``defaults``. Exits with status 2 and the reason."""
+    """Parse flags that are quoted as in a shell, over ``defaults``. Exit with status 2 if a flag is wrong."""
     try:
         return build(WorkerConfig, defaults | split_arguments(WorkerConfig, shlex.split(flags)))
     except FlagError as error:
@@ -49,7 +49,7 @@ def read_worker_flags(flags: str, **defaults: object) -> WorkerConfig:
 
 
 def prepare(config: WorkerConfig) -> None:
-    """The environment that ``toka-worker`` has; before torch is loaded. Exits with status 2 when refused."""
+    """Set the environment as in ``toka-worker``, before torch is loaded. Exit with status 2 if a flag is refused."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     try:
@@ -59,7 +59,7 @@ def prepare(config: WorkerConfig) -> None:
 
 
 def boot_worker(config: WorkerConfig) -> LocalWorker:
-    """Boot in this thread, after ``prepare``. Exits with status 2 when refused."""
+    """Boot in this thread, after ``prepare``. Exit with status 2 if a flag is refused."""
     try:
         from services.worker.boot.common import boot  # loads torch
 
@@ -69,25 +69,27 @@ def boot_worker(config: WorkerConfig) -> LocalWorker:
 
 
 def refuse(reason: str) -> None:
-    """End the program for a wrong flag."""
+    """Print ``reason`` and exit with status 2."""
     print(f"{os.path.basename(sys.argv[0])}: {reason}", file=sys.stderr)
     raise SystemExit(2)
 
 
 class Feeder:
-    """Starts plans with several in flight and hands out their results in order. Called by one thread."""
+    """A feeder that keeps several plans in flight and passes on their results in order. Called by one thread."""
 
     def __init__(self, runner: Runner, in_flight: int) -> None:
         self._runner, self._in_flight = runner, in_flight
         self._places = threading.Semaphore(in_flight)
         self._owed: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None  # of the answering thread
+        self._error: BaseException | None = None  # raised in the answering thread
         self._thread = threading.Thread(target=self._answer_all, name="answers", daemon=True)
         self._thread.start()
 
     def put(self, plan: Plan, took_ns: int, done: Callable[[StepOutput], None]) -> None:
-        """Start ``plan`` as soon as fewer than ``in_flight`` steps are; ``done`` gets its result, in another thread.
-        ``took_ns`` is counted as preparation. Raises what a step before it failed with."""
+        """Start ``plan`` when fewer than ``in_flight`` steps are in flight. Raises the error of an earlier step.
+
+        ``done`` gets the result, in another thread. ``took_ns`` nanoseconds are added to the preparation.
+        """
         self._places.acquire()
         if self._error is not None:
             raise self._error
@@ -102,7 +104,7 @@ class Feeder:
         self._owed.put(answer)
 
     def drain(self) -> None:
-        """Wait until every step is answered. Raises what one failed with."""
+        """Wait until every step has its result. Raises the error of a step."""
         for _ in range(self._in_flight):
             self._places.acquire()
             if self._error is not None:
@@ -110,7 +112,7 @@ class Feeder:
         self._places.release(self._in_flight)
 
     def close(self) -> None:
-        """Answer what is owed and end the thread."""
+        """Pass on the outstanding results, and end the thread."""
         self._owed.put(None)
         self._thread.join()
 
@@ -120,5 +122,5 @@ class Feeder:
                 answer()
             except BaseException as error:
                 self._error = error
-                self._places.release(self._in_flight)  # who waits learns of it
+                self._places.release(self._in_flight)  # wake a waiting thread, which raises the error
                 return

@@ -1,4 +1,4 @@
-"""How much memory processes take, watched while something else is measured."""
+"""The memory of processes during a measurement."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -10,8 +10,10 @@ _EVERY_S = 0.1
 
 
 class PeakMemory:
-    """The most resident memory of any one of the processes that ``pids`` tells, asked anew each time: they may be
-    replaced. A context; a thread of its own looks."""
+    """A context that measures the largest resident memory of a process, in a thread.
+
+    ``pids`` returns the processes, and is called for each sample since they may restart.
+    """
 
     def __init__(self, pids: Callable[[], Iterable[int]]) -> None:
         self._pids = pids
@@ -21,7 +23,7 @@ class PeakMemory:
 
     @property
     def megabytes(self) -> int:
-        """Of 10^6 bytes, until now."""
+        """The largest resident memory so far, in 10^6 bytes."""
         return self._peak // 10**6
 
     def __enter__(self) -> "PeakMemory":
@@ -39,5 +41,5 @@ class PeakMemory:
 
     def _look(self) -> None:
         for pid in self._pids():
-            with suppress(psutil.NoSuchProcess):  # just killed
+            with suppress(psutil.NoSuchProcess):  # the process was killed
                 self._peak = max(self._peak, psutil.Process(pid).memory_info().rss)

@@ -1,7 +1,8 @@
-"""Many different requests at once through any OpenAI server: ``python -m bench.mixed [stream=T]``.
+"""Measure a mixed workload on any OpenAI server: ``python -m bench.mixed [stream=T]``.
 
-The lengths of ``bench.traces.mix``: lognormal prompts of 198 tokens and answers of 215 on average, nothing shared,
-every answer exactly as long as its limit. The last line is one JSON object.
+All requests are sent at once. Lengths are those of ``bench.traces.mix``: lognormal prompts of 198 tokens and answers of
+215 tokens on average. Prompts share nothing, and every answer is as long as its limit. The last line is one JSON
+object.
 """
 
 from functools import partial
@@ -24,9 +25,9 @@ class MixedConfig(TargetConfig):
 
     requests: Int = Field(8192, ge=1)
     stream: Bool = False
-    longest_prompt: Int = Field(LONGEST_PROMPT, ge=1, description="tokens; longer prompts of the trace are cut")
+    longest_prompt: Int = Field(LONGEST_PROMPT, ge=1, description="tokens to which longer prompts are cut")
     longest_answer: Int = Field(LONGEST_ANSWER, ge=1)
-    vocab_size: Int = Field(VOCAB_SIZE, ge=2, description="prompts are random tokens below it, without 0")
+    vocab_size: Int = Field(VOCAB_SIZE, ge=2, description="prompts are random token ids from 1 to this number less one")
     temperature: Float = Field(0.6, ge=0)
     repeats: Int = Field(1, ge=1)
 
@@ -37,13 +38,13 @@ def main() -> None:
 
 
 def measure(config: MixedConfig, target: Target) -> dict[str, Any]:
-    """All repeats on one server; the figures are those of the median one."""
+    """Measure all repeats on one server. Return the figures of the median run."""
     runs = [measure_once(config, target, number) for number in range(config.repeats)]
     return median_run(runs)
 
 
 def measure_once(config: MixedConfig, target: Target, number: int) -> dict[str, Any]:
-    """One run; ``number`` makes its prompts others than the last run's, so that none is cached."""
+    """Measure one run. ``number`` changes the prompts, so that none is cached."""
     url = f"{target.url}/v1/completions"
     asked = [
         {
@@ -56,13 +57,13 @@ def measure_once(config: MixedConfig, target: Target, number: int) -> dict[str, 
         }
         for request in mix(config.requests).requests
     ]
-    send_all(url, [asked[0] | {"max_tokens": 4}])  # something may be made on first use
+    send_all(url, [asked[0] | {"max_tokens": 4}])  # warm up
     with Watch(target) as watch:
         replies = send_all(url, asked, config.clients, watch.look_in_time)
     seconds, failed = makespan(replies), failures(replies)
     wrong = sum(not _as_asked(reply, body) for reply, body in zip(replies, asked, strict=True) if not reply.error)
     if wrong:
-        print(f"{wrong} answers are not as long as they were asked to be")
+        print(f"{wrong} answers do not have the requested length")
     output = sum(reply.completion_tokens for reply in replies)
     every = output + sum(reply.prompt_tokens for reply in replies)
     print(

@@ -1,9 +1,9 @@
-"""A model directory without weights, for benchmarks: ``python -m bench.model directory=DIR shape=llama-1b``.
+"""Make a model directory without weights, for benchmarks: ``python -m bench.model directory=DIR shape=llama-1b``.
 
-The shape is a real one, the tokenizer works, and the weights are what a server makes up (``load_format=dummy``; vLLM
-calls it the same). Random weights never learned to stop: a list of tokens spread over the vocabulary ends an answer, so
-that lengths come out geometric and stopping, prediction and admission have the work they have with a trained model.
-Equal flags give equal files. Results with such a model must say that its weights are random.
+The shape is that of a real model, the tokenizer works, and a server makes random weights (``load_format=dummy``, as in
+vLLM). With random weights, no token ends an answer more often than others. So a list of tokens, spread over the
+vocabulary, ends an answer. Lengths are then geometric, and stopping, prediction and admission work as with a trained
+model. Equal flags give equal files. Results with such a model must say that its weights are random.
 """
 
 import json
@@ -23,16 +23,16 @@ from services.common.flags import Config, Int
 
 VOCAB_SIZE = 128256
 SPECIAL_TOKENS = ("<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
-# So many entries are learned from the problems; the few-shot prompts of bench.monkeys have about 720 tokens then.
+# Entries that are learned from the problems. The few-shot prompts of bench.monkeys then have about 720 tokens.
 LEARNED = 1400
-_STRIDE = 100_003  # prime to 26**4: neighbours in the vocabulary do not read alike
+_STRIDE = 100_003  # coprime to 26**4, so that neighbours in the vocabulary have different letters
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-# As Meta's config.json of Llama 3.2 1B, Llama 3.1 8B and Llama 3.1 70B.
+# The values of Meta's config.json of Llama 3.2 1B, Llama 3.1 8B and Llama 3.1 70B.
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -65,7 +65,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 class ModelConfig(Config):
     """The flags."""
 
-    directory: str = Field(min_length=1, description="where the files go")
+    directory: str = Field(min_length=1, description="directory to write")
     shape: Literal["llama-1b", "llama-8b", "llama-70b", "tiny"] = "llama-1b"
     eos_tokens: Int = Field(855, ge=1, le=VOCAB_SIZE // 2, description="tokens that end an answer; 855: 1 in 150")
 
@@ -88,7 +88,7 @@ def make_model(directory: Path, shape: str = "llama-1b", eos_tokens: int = 855) 
         "bos_token_id": 0, "eos_token_id": 0,
     }  # fmt: skip
     _write(directory / "config.json", shared | SHAPES[shape])
-    # No sampling settings: servers that take them from here would not do the same work as those that do not.
+    # No sampling settings, because only some servers would use them.
     _write(directory / "generation_config.json", {"bos_token_id": 0, "eos_token_id": ends(eos_tokens)})
     make_tokenizer().save(str(directory / "tokenizer.json"))
     described = {
@@ -101,13 +101,16 @@ def make_model(directory: Path, shape: str = "llama-1b", eos_tokens: int = 855) 
 
 
 def ends(count: int) -> list[int]:
-    """``count`` token ids at equal distances, none of them special or part of a text that was tokenised."""
+    """Return ``count`` token ids at equal distances. None is special or occurs in tokenised text."""
     return [LEARNED + index * (VOCAB_SIZE - LEARNED) // count for index in range(count)]
 
 
 def make_tokenizer() -> tokenizers.Tokenizer:
-    """A byte-level BPE of ``VOCAB_SIZE`` entries. What the problems did not teach it are four letters each, which come
-    out of a model and never out of a text: no merge makes them."""
+    """Return a byte-level BPE of ``VOCAB_SIZE`` entries.
+
+    Entries that are not learned from the problems have four letters. A model can generate them, but no text contains
+    them, because no merge produces them.
+    """
     learned = tokenizers.Tokenizer(models.BPE())
     learned.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(

@@ -1,8 +1,8 @@
-"""Repeated sampling through any OpenAI server: ``python -m bench.monkeys [url=... | server_flags='model=...']``.
+"""Measure repeated sampling on any OpenAI server: ``python -m bench.monkeys [url=... | server_flags='model=...']``.
 
-4-shot GSM8K prompts, very many samples of each, all requests sent at once. End to end: tokens of all answers over the
-time from the first request to the last answer. Steady state: while at least 97 % of the most sequences run. The last
-line is one JSON object.
+Requests many samples of 4-shot GSM8K prompts, all at once. The end-to-end rate is the tokens of all answers over the
+time from the first request to the last answer. The steady rate counts only the time in which at least 97 % of the
+maximum number of sequences run. The last line is one JSON object.
 """
 
 import statistics
@@ -23,13 +23,13 @@ from services.common.flags import Float, Int
 
 
 class MonkeysConfig(TargetConfig):
-    """The flags. A repeat finds its prompts in the prefix cache, where there is one: a hundredth of the tokens."""
+    """The flags. With a prefix cache, a repeat finds its prompts there; these are a hundredth of all tokens."""
 
     prompts: Int = Field(32, ge=1)
     samples: Int = Field(1024, ge=1, description="samples of each prompt")
-    requests_per_prompt: Int = Field(1, ge=1, description="the samples of a prompt are asked for in so many requests")
+    requests_per_prompt: Int = Field(1, ge=1, description="requests that share the samples of a prompt")
     shots: Int = Field(4, ge=0, description="solved problems before the question")
-    problems: str = Field(str(PROBLEMS), description="jsonl with question and answer, such as GSM8K's own files")
+    problems: str = Field(str(PROBLEMS), description="JSONL file with question and answer, such as those of GSM8K")
     max_tokens: Int = Field(1024, ge=1)
     temperature: Float = Field(0.6, ge=0)
     repeats: Int = Field(1, ge=1)
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def measure(config: MonkeysConfig, target: Target) -> dict[str, Any]:
-    """All repeats on one server; the figures are those of the median one."""
+    """Measure all repeats on one server. Return the figures of the median run."""
     runs = [measure_once(config, target, drawn=index == config.repeats - 1) for index in range(config.repeats)]
     middle = median_run(runs)
     print_table(config, target, middle)
@@ -58,7 +58,7 @@ def measure(config: MonkeysConfig, target: Target) -> dict[str, Any]:
 
 
 def print_table(config: MonkeysConfig, target: Target, middle: dict[str, Any]) -> None:
-    """End to end, and in the steady state."""
+    """Print the figures end to end and in the steady state."""
     from rich.console import Console
     from rich.table import Table
 
@@ -71,7 +71,7 @@ def print_table(config: MonkeysConfig, target: Target, middle: dict[str, Any]) -
 
 
 def measure_once(config: MonkeysConfig, target: Target, *, drawn: bool) -> dict[str, Any]:
-    """One run; ``whole`` and ``steady`` are from ``/metrics``, the rest is what the client saw."""
+    """Measure one run. ``whole`` and ``steady`` come from ``/metrics``, the rest from the client."""
     url = f"{target.url}/v1/completions"
     problems = read_problems(Path(config.problems))
     shared = {"model": target.model, "temperature": config.temperature, "stop": ["Question:"]}
@@ -80,7 +80,7 @@ def measure_once(config: MonkeysConfig, target: Target, *, drawn: bool) -> dict[
         for prompt in few_shot_prompts(problems, config.prompts, config.shots)
         for _ in range(config.requests_per_prompt)
     ]
-    send_all(url, [shared | {"prompt": problems[-1].prompt, "max_tokens": 4}])  # something may be made on first use
+    send_all(url, [shared | {"prompt": problems[-1].prompt, "max_tokens": 4}])  # warm up
     with Watch(target) as watch:
         replies = send_all(url, bodies, config.clients, watch.look_in_time)
     if drawn and config.plot is not None:

@@ -1,9 +1,9 @@
-"""What online requests wait for while a batch runs: ``python -m bench.online_beside_batch [worker=fake]``.
+"""Measure the latency of online requests during a Batch job: ``python -m bench.online_beside_batch [worker=fake]``.
 
-A steady trickle of streamed requests on a server of its own, first alone, then while a batch keeps every slot busy with
-lines behind it in the queue. Time to first token: from the request to its first text. Time per token: from the first
-text to the last, over the tokens between. Steps: the wait for the first token in times per token, of about a step each.
-The last line is one JSON object.
+Sends streamed requests at a constant rate to a new server, first alone, and then while a Batch job occupies every slot
+and has more lines in the queue. The time to first token begins with the request. The time per token is the time from
+the first text to the last, over the tokens between them. Steps are the time to first token divided by the time per
+token, which is about that of a step. The last line is one JSON object.
 """
 
 import asyncio
@@ -37,18 +37,18 @@ class BesideConfig(Config):
     """The flags."""
 
     worker: Literal["real", "fake"] = Field("real", description="real: the built-in model on this machine's CPU")
-    slots: Int = Field(64, ge=1, description="max_seqs_per_forward: sequences that run at once")
-    step_ms: Float = Field(10.0, ge=0, description="of the fake worker")
+    slots: Int = Field(64, ge=1, description="max_seqs_per_forward: limit of running sequences")
+    step_ms: Float = Field(10.0, ge=0, description="time of a step of the fake worker")
     requests: Int = Field(100, ge=10, description="online requests in each part")
-    gap_ms: Float = Field(200.0, gt=0, description="from one online request to the next")
-    prompt_tokens: Int = Field(64, ge=1, description="of an online request")
+    gap_ms: Float = Field(200.0, gt=0, description="time from one online request to the next")
+    prompt_tokens: Int = Field(64, ge=1, description="prompt tokens of an online request")
     output_tokens: Int = Field(24, ge=2)
-    line_prompt_tokens: Int = Field(64, ge=1, description="of a line of the batch")
-    line_tokens: Int = Field(400, ge=2, description="that lines generate on average, by half more or less")
+    line_prompt_tokens: Int = Field(64, ge=1, description="prompt tokens of a line of the Batch job")
+    line_tokens: Int = Field(400, ge=2, description="mean tokens of the answers to lines, which vary by half")
 
 
 class Beside:
-    """A running server and what is sent to it."""
+    """A client of a running server."""
 
     def __init__(self, config: BesideConfig, server: Server | Deployment, url: str) -> None:
         self._config = config
@@ -57,7 +57,7 @@ class Beside:
         self._rng = np.random.default_rng(5)
 
     def trickle(self) -> dict[str, float]:
-        """Milliseconds: medians and 99th percentiles."""
+        """Send the online requests. Return medians and 99th percentiles in milliseconds."""
         times = asyncio.run(self._trickle())
         first, each = (np.array(column) * 1000 for column in zip(*times, strict=True))
         return {
@@ -76,7 +76,7 @@ class Beside:
             return await asyncio.gather(*tasks)
 
     async def _ask(self, client: httpx.AsyncClient) -> tuple[float, float]:
-        """Seconds to the first token, and for each behind it."""
+        """Return the seconds to the first token, and those per later token."""
         config = self._config
         body = self._body(config.prompt_tokens, config.output_tokens) | {"stream": True}
         sent, arrivals = time.perf_counter(), []
@@ -93,9 +93,9 @@ class Beside:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """While one keeps every slot busy; raises ``RuntimeError`` when it did not until the end."""
+        """Keep every slot busy with a Batch job. Raises ``RuntimeError`` if the job ends before the context."""
         config = self._config
-        # As many rounds of lines as the trickle takes, if a step took a millisecond.
+        # Enough lines for the duration of the online requests, if a step takes a millisecond.
         rounds = config.requests * config.gap_ms * 4 / config.line_tokens + 20
         lines = [
             {"custom_id": str(number), "method": "POST", "url": "/v1/completions",
@@ -109,15 +109,15 @@ class Beside:
             eventually(lambda: self._metric("toka_num_requests_running") >= config.slots)
             yield
             if not self._metric("toka_num_requests_waiting"):
-                raise RuntimeError("the batch was through before the last online request: raise line_tokens")
+                raise RuntimeError("the Batch job ended before the last online request: raise line_tokens")
             sdk.batches.cancel(batch.id)
 
     def _line_tokens(self) -> int:
-        """Of one line: they differ, or all would end at once and begin with one large step."""
+        """Return the tokens of a line. They differ, so that lines do not end and begin in the same step."""
         return int(self._rng.integers(self._config.line_tokens // 2, self._config.line_tokens * 3 // 2 + 1))
 
     def yields(self) -> int:
-        """Lines that made way so far."""
+        """Return the number of lines that were preempted."""
         return int(self._metric("toka_yields_total"))
 
 
@@ -129,7 +129,7 @@ def server(config: BesideConfig) -> Iterator[Beside]:
             with serve(**flags) as running:
                 yield Beside(config, running, running.base_url)
             return
-        # Pages for every limit and tokens for every prompt: slots are what is short.
+        # Enough pages for every limit and tokens for every prompt, so that slots are the bottleneck.
         longest = max(config.prompt_tokens + config.output_tokens, config.line_prompt_tokens + 2 * config.line_tokens)
         shape = {
             "max_slots": config.slots,

@@ -1,8 +1,8 @@
-"""Plans to measure a worker with: those of a recording, or decode steps that are made up."""
+"""Plans for measurements of a worker: those of a recording, or synthetic decode steps."""
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,29 +11,28 @@ from bench.local_worker import refuse
 from services.common.plan.codec import decode_plan
 from services.common.plan.types import NO_GROUPS, Admission, Batch, Groups, Limits, Plan, SamplingSettings
 from services.scheduler.record.reader import Recording, RecordingError, find_recordings
-from services.worker.boot.rehearsal import step
 from tokasaurus.common.v1.sampling_pb2 import Sampling
 from tokasaurus.worker.v1 import plan_pb2
 
-PAGE_SIZE = 16  # of a made-up stream, where the worker's flags do not say
+PAGE_SIZE = 16  # default of synthetic plans
 
 
 @dataclass(frozen=True)
 class MadeUp:
-    """``rows`` sequences that decode, in ``groups`` equal ones that share ``prefix`` tokens each."""
+    """Synthetic plans: ``rows`` sequences decode, in ``groups`` groups of equal size that share ``prefix`` tokens."""
 
     rows: int
     groups: int
-    prefix: int  # tokens, a multiple of the page size is shared
-    own: int  # tokens behind the prefix at the start, on average: 1 to twice as many
+    prefix: int  # tokens; the largest multiple of the page size is shared
+    own: int  # mean tokens behind the prefix at the start, from 1 to twice the mean
     temperature: float = 0.6
 
     def pages(self, steps: int, page_size: int) -> int:
-        """More than ``steps`` steps need."""
+        """Return an upper bound of the pages that ``steps`` steps need."""
         return self.groups * (self.prefix // page_size) + self.rows * -(-(2 * self.own + steps) // page_size)
 
     def plans(self, steps: int, limits: Limits) -> Iterator[Plan]:
-        """The first admits everyone, all but the last token being cached: what they compute means nothing."""
+        """Yield the plans. The first admits all sequences, with all tokens but the last taken as cached."""
         size, rows = limits.page_size, self.rows
         random = np.random.default_rng(0)
         shared = self.prefix // size if self.groups else 0
@@ -50,20 +49,21 @@ class MadeUp:
             sampling = SamplingSettings(Sampling(temperature=self.temperature, seed=slot))
             admissions.append(Admission(slot, token_ids, length, pages, sampling))
         groups = Groups(bounds[:-1], np.diff(bounds), np.full(self.groups, shared)) if shared else NO_GROUPS
-        yield step(1, Batch(np.arange(rows), np.ones(rows, np.int64)), tuple(admissions), groups)
+        batch = Batch(np.arange(rows), np.ones(rows, np.int64))
+        yield Plan(1, admissions=tuple(admissions), batch=batch, groups=groups)
         for number in range(2, steps + 1):
             lengths += 1
             full = np.flatnonzero(lengths % size == 0)
             pages = np.arange(fresh, fresh + len(full))
             fresh += len(full)
-            yield replace(step(number, None, (), None), append_slots=full, append_pages=pages)
+            yield Plan(number, append_slots=full, append_pages=pages)
 
 
 class RecordedStream:
-    """The plans of one recording, read into memory before they are needed."""
+    """The plans of a recording, in memory."""
 
     def __init__(self, path: str, most: int | None) -> None:
-        """``path``: a file, or a directory whose largest one is taken. Exits with status 2 when there is none."""
+        """Read at most ``most`` plans of ``path``: a file, or the largest file of a directory. May exit with 2."""
         try:
             found = max(find_recordings(path), key=lambda each: each.stat().st_size)
             recording = Recording(found)
@@ -81,7 +81,7 @@ class RecordedStream:
         return len(self._plans)
 
     def defaults(self) -> dict[str, int]:
-        """Flags of a worker that is as large as the recorded one."""
+        """Return the flags of a worker with the sizes of the recorded one."""
         info = self.info
         return {
             "page_size": info.page_size,
@@ -91,7 +91,7 @@ class RecordedStream:
         }
 
     def check(self, limits: Limits) -> None:
-        """Exits with status 2 where the plans cannot fit."""
+        """Exit with status 2 if the plans exceed ``limits``."""
         info = self.info
         if limits.page_size != info.page_size:
             refuse(f"record={self.path}: page_size={info.page_size}, but the worker has {limits.page_size}")
@@ -99,11 +99,11 @@ class RecordedStream:
             if getattr(limits, name) < getattr(info, name):
                 refuse(
                     f"record={self.path}: recorded with {name}={getattr(info, name)}, but the worker has"
-                    f" {getattr(limits, name)}: give it a model and flags as they were"
+                    f" {getattr(limits, name)}: use the recorded model and flags"
                 )
 
     def plans(self) -> Iterator[tuple[Plan, int]]:
-        """Each with the nanoseconds that decoding it took."""
+        """Yield each plan with the nanoseconds that decoding took."""
         for message in self._plans:
             started = time.perf_counter_ns()
             yield decode_plan(message), time.perf_counter_ns() - started

@@ -1,4 +1,4 @@
-"""The word problems that the demo and the benchmarks ask: none of them was trained on."""
+"""The word problems of the demo and the benchmarks. The built-in model was not trained on them."""
 
 from pathlib import Path
 
@@ -9,5 +9,5 @@ PROBLEMS = Path(__file__).parent / "data" / "coverage_problems.jsonl"
 
 
 def read_problems(path: Path = PROBLEMS) -> list[Problem]:
-    """All problems of a file, in its order."""
+    """Return all problems of a file, in its order."""
     return problems.read_problems(path)

@@ -1,13 +1,13 @@
-"""What the processes of a deployment cost: CPU seconds by the service they run."""
+"""The CPU seconds of the processes of a deployment, by service."""
 
 import psutil
 
 
 class Usage:
-    """Process ``pid`` and all below it, as they are now: one that starts later is not counted.
+    """The CPU use of process ``pid`` and its descendants. Processes that start later are not counted.
 
-    A process goes by the last part of the module that Python was started with (``gateway``, ``scheduler``...), or by
-    its parent's name; those of one name are added up.
+    The name of a process is the last part of its Python module (``gateway``, ``scheduler``...), or its parent's name.
+    Processes with the same name are added up.
     """
 
     def __init__(self, pid: int) -> None:
@@ -15,7 +15,7 @@ class Usage:
         self._find(psutil.Process(pid), "")
 
     def seconds(self) -> dict[str, float]:
-        """User and system seconds so far, by name."""
+        """Return the user and system seconds so far, by name."""
         found: dict[str, float] = {}
         for name, process in self._processes:
             try:

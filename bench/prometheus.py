@@ -1,4 +1,4 @@
-"""A Prometheus of our own that asks a deployment of ours, by the rules of ``docker/prometheus``."""
+"""A Prometheus server for a deployment, with the rules of ``docker/prometheus``."""
 
 import shutil
 import subprocess
@@ -18,39 +18,39 @@ _PATIENCE_S = 60.0
 
 
 class Series(NamedTuple):
-    """What an expression gives for one set of labels: (Unix time, value), NaN where there is nothing to compute."""
+    """The values of an expression for one set of labels: (Unix time, value), with NaN if there is no value."""
 
     labels: dict[str, str]
     points: list[tuple[float, float]]
 
 
 class Prometheus:
-    """Listens at ``url``."""
+    """A client of the Prometheus at ``url``."""
 
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=f"{url}/api/v1", timeout=_PATIENCE_S, trust_env=False)
 
     def now(self, expression: str) -> list[Series]:
-        """At this moment. Raises ``ValueError`` when it makes no sense."""
+        """Evaluate ``expression`` now. Raises ``ValueError`` if it is invalid."""
         return _series(self._ask("query", query=expression))
 
     def over(self, expression: str, start: float, end: float, step_s: float) -> list[Series]:
-        """From ``start`` to ``end``, Unix time. Raises as ``now``."""
+        """Evaluate ``expression`` from ``start`` to ``end`` (Unix time). Raises ``ValueError`` if it is invalid."""
         return _series(self._ask("query_range", query=expression, start=start, end=end, step=step_s))
 
     def values(self, label: str, metric: str) -> list[str]:
-        """Of a label of a metric."""
+        """Return the values of ``label`` of ``metric``."""
         return list(self._ask(f"label/{label}/values", **{"match[]": metric}))
 
     def healthy(self) -> dict[str, int]:
-        """Targets that answered, by job."""
+        """Return the number of targets that answered, by job."""
         found: dict[str, int] = {}
         for target in self._ask("targets")["activeTargets"]:
             found[target["labels"]["job"]] = found.get(target["labels"]["job"], 0) + (target["health"] == "up")
         return found
 
     def close(self) -> None:
-        """Ask no more."""
+        """Close the connections."""
         self._http.close()
 
     def _ask(self, path: str, **query: Any) -> Any:
@@ -61,14 +61,16 @@ class Prometheus:
 
 
 def is_installed() -> bool:
-    """Debian's package ``prometheus`` has it."""
+    """Return whether the program is installed (Debian's package ``prometheus``)."""
     return shutil.which("prometheus") is not None
 
 
 @contextmanager
 def prometheus(directory: Path, targets: Mapping[str, Sequence[str]], every_s: int) -> Iterator[Prometheus]:
-    """One that asks ``targets``, HOST:PORT by job, every so many seconds, once all of them have answered. Its data lie
-    in ``directory``."""
+    """Run a Prometheus that scrapes ``targets`` (HOST:PORT by job) every ``every_s`` seconds.
+
+    Its data is in ``directory``. Yield a client when all targets have answered.
+    """
     (directory / "prometheus.yml").write_text(yaml.safe_dump(_configuration(targets, every_s)))
     port = free_port()
     command = ["prometheus", f"--config.file={directory}/prometheus.yml", f"--storage.tsdb.path={directory}/data",
@@ -86,7 +88,7 @@ def prometheus(directory: Path, targets: Mapping[str, Sequence[str]], every_s: i
 
 
 def _configuration(targets: Mapping[str, Sequence[str]], every_s: int) -> dict[str, Any]:
-    """The repository's, with other addresses; whoever asks is told by the jobs' own names."""
+    """Return the repository's configuration with the addresses of ``targets``. Jobs keep their names."""
     configuration = yaml.safe_load(CONFIGURATION.read_text())
     configuration["global"]["scrape_interval"] = f"{every_s}s"
     assert [job["job_name"] for job in configuration["scrape_configs"]] == [*targets]
@@ -106,7 +108,7 @@ def _wait(process: subprocess.Popen[bytes], asked: Prometheus, wanted: dict[str,
             pass  # not listening yet
         time.sleep(0.2)
     log = (directory / "prometheus.log").read_text()
-    raise RuntimeError(f"Prometheus did not get what it asked for: {healthy} of {wanted}\n{log}")
+    raise RuntimeError(f"Prometheus did not reach all targets: {healthy} of {wanted}\n{log}")
 
 
 def _series(data: dict[str, Any]) -> list[Series]:

@@ -1,11 +1,11 @@
-"""What fp8 costs in precision: ``python -m bench.quantization_error [model=builtin] [problems=60] [device=auto]``.
+"""Measure the loss of precision by fp8: ``python -m bench.quantization_error [model=builtin] [problems=60]
+[device=auto]``.
 
-The word problems with their worked solutions go through the model once in float32, in bfloat16, and in bfloat16 with
-fp8 products, with keys and values rounded to fp8, and with both. Each of the latter is compared with float32 and those
-with fp8 with bfloat16 too, over the tokens of the texts: mean
-absolute difference of the token's log-probability (nats), mean divergence of the distributions (nats), how often the
-likeliest token is the same, and the perplexity of each. On CPUs the fp8 products are a reference in float32. The last
-line is one JSON object.
+Runs the model over the word problems and their solutions in float32, in bfloat16, and in bfloat16 with fp8 products,
+with keys and values rounded to fp8, and with both. All are compared with float32, and those with fp8 also with
+bfloat16. Figures over all tokens are the mean absolute difference of the log-probability (nats), the mean divergence of
+the distributions (nats), the share of tokens with the same most likely token, and the perplexity. On CPUs, fp8 products
+are computed by a float32 reference. The last line is one JSON object.
 """
 
 from typing import Literal
@@ -32,7 +32,7 @@ from services.worker.models import weights
 from services.worker.models.decoder import DecoderModel
 
 PAGE_SIZE = 16
-# dtype, quantization, whether keys and values are rounded
+# dtype, quantization, true if keys and values are rounded
 KINDS = {
     "float32": (torch.float32, "none", False),
     "bfloat16": (torch.bfloat16, "none", False),
@@ -48,7 +48,7 @@ class BenchConfig(Config):
 
     model: str = "builtin"
     problems: Int = Field(60, ge=1)
-    max_tokens: Int = Field(512, ge=2, description="longer texts are cut")
+    max_tokens: Int = Field(512, ge=2, description="tokens to which longer texts are cut")
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
@@ -98,7 +98,7 @@ def load(card: model_files.ModelCard, dtype: torch.dtype, quantization: str, dev
 
 
 class RoundedStep(AttentionStep):
-    """``step`` over keys and values as a cache in fp8 keeps them."""
+    """An attention step that first rounds keys and values to fp8, as a cache in fp8 does."""
 
     def __init__(self, step: AttentionStep) -> None:
         self._step = step
@@ -109,7 +109,10 @@ class RoundedStep(AttentionStep):
 
 
 def logprobs_of(model: DecoderModel, token_ids: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
-    """After every token of one sequence, ``[tokens, vocab_size]`` float32; ``rounded``: keys and values in fp8."""
+    """Return log-probabilities after every token of a sequence, ``[tokens, vocab_size]`` float32.
+
+    ``rounded``: round keys and values to fp8.
+    """
     config, (tokens,) = model.config, token_ids.shape
     pages = -(-tokens // PAGE_SIZE)
     shape = {"layers": len(config.layers), "kv_heads": config.kv_heads, "head_dim": config.head_dim}

@@ -15,9 +15,9 @@ def random_groups(
     owned: np.ndarray,
     limits: Limits,
 ) -> Groups:
-    """Some of the runs of rows that share pages, whole or in part, with all of the prefix or less; in any order.
+    """Return groups of random rows that share pages, with random parts of their prefixes, in random order.
 
-    ``table [max_slots, max_pages]`` int32 and, of each slot, ``computed`` tokens and ``owned`` pages.
+    ``table [max_slots, max_pages]`` int32; ``computed [max_slots]`` tokens; ``owned [max_slots]`` pages.
     """
     rows = batch.slots
     if not limits.hydragen or not len(rows) or random.random() < 0.3:
@@ -27,7 +27,7 @@ def random_groups(
     starts = np.flatnonzero(np.concatenate(([True], first[1:] != first[:-1])))
     stops = np.append(starts[1:], len(rows))
     able = full[starts] > 0
-    if random.random() < 0.8:  # a group of one is legal, and of no use
+    if random.random() < 0.8:  # groups of one row are valid but useless
         able &= stops - starts > 1
     runs = random.permutation(np.flatnonzero(able))[:_MOST_GROUPS]
     found = []
@@ -48,7 +48,7 @@ def random_groups(
 
 
 def _prefix(random: np.random.Generator, table: np.ndarray, rows: np.ndarray, full: np.ndarray) -> int:
-    """Pages, of those that all ``rows`` share."""
+    """Return a random number of the pages that all ``rows`` share."""
     most = int(full.min())
     same = (table[rows, :most] == table[rows[0], :most]).all(axis=0)
     shared = most if same.all() else int(np.argmin(same))

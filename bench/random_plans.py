@@ -1,4 +1,4 @@
-"""Random plans that keep the contract, for any worker's limits, and what each must be answered with."""
+"""Random valid plans for the limits of a worker, and the expected results."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from services.common.plan.types import NO_GROUPS, NO_ROWS, Admission, Batch, Gro
 
 _POOLED_TOKENS = 1 << 16
 _SETTINGS = 2048
-_MOST_ADMISSIONS = 64  # of a plan, but now and then
-_LONGEST_PROMPT = 2048  # but for a few
+_MOST_ADMISSIONS = 64  # of most plans
+_LONGEST_PROMPT = 2048  # of most prompts
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the answer to a plan must say."""
+    """The expected properties of a result."""
 
     step: int
     slots: np.ndarray  # [samples] int64, in batch order
@@ -25,9 +25,9 @@ class Expected:
 
 
 class RandomPlans:
-    """Keeps a model of slots and pages of its own. Pages are counted: none is written that two sequences share.
+    """A generator of plans, with its own state of slots and pages. No plan writes to a page that two sequences share.
 
-    The number of running sequences wanders between 1 and all slots, and most batches are small parts of them.
+    The number of running sequences varies between 1 and all slots, and most batches have few of them.
     """
 
     def __init__(self, limits: Limits, seed: int) -> None:
@@ -39,7 +39,7 @@ class RandomPlans:
         self.reset()
 
     def reset(self) -> None:
-        """The runner was reset: every slot and page is free."""
+        """Free every slot and page, as a reset of the runner does."""
         limits = self._limits
         self._step, self._target = 0, 1
         self._used = np.zeros(limits.max_slots, bool)
@@ -47,13 +47,13 @@ class RandomPlans:
         self._asked, self._top = np.zeros((2, limits.max_slots), np.int64)
         self._prompts: dict[int, np.ndarray] = {}
         self._table = np.zeros((limits.max_slots, self._width), np.int32)  # the first `_owned` pages of each slot
-        self._users = np.zeros(limits.page_count, np.int32)  # of each page
+        self._users = np.zeros(limits.page_count, np.int32)  # number of sequences with each page
         self._free = self._random.permutation(limits.page_count)  # the first `_left` of them are free
         self._left = limits.page_count
         self._batch, self._groups = NO_ROWS, NO_GROUPS
 
     def next(self) -> tuple[Plan, Expected]:
-        """The next plan; it counts as run."""
+        """Return the next plan, and update the state as if it had run."""
         random = self._random
         self._step += 1
         if random.random() < 0.01 or self._step == 1:
@@ -80,21 +80,21 @@ class RandomPlans:
 
     @property
     def rows_in_batch(self) -> int:
-        """Of the last plan's batch, sent or left out."""
+        """The number of rows of the last plan's batch, sent or left out."""
         return len(self._batch.slots)
 
     @property
     def tokens_in_batch(self) -> int:
-        """Of the last plan's batch, sent or left out."""
+        """The number of tokens of the last plan's batch, sent or left out."""
         return int(self._batch.token_counts.sum())
 
     @property
     def groups(self) -> Groups:
-        """Of the last plan's batch, sent or left out."""
+        """The groups of the last plan's batch, sent or left out."""
         return self._groups
 
     def _release(self) -> np.ndarray:
-        """Slots of sequences that can go no further, of more than there should be, and of a few for no reason."""
+        """Return slots to release: of sequences at their limit, of surplus sequences, and a few random ones."""
         random, used = self._random, np.flatnonzero(self._used)
         gone = self._computed[used] >= self._limits.max_context_tokens
         excess = len(used) - self._target if random.random() < 0.2 else 0
@@ -118,9 +118,9 @@ class RandomPlans:
         return slots
 
     def _admit(self) -> tuple[tuple[Admission, ...], list[tuple[int, int]]]:
-        """Admissions, and copies of pages (source, target) that some need."""
+        """Return admissions, and the copies of pages (source, target) that some need."""
         random = self._random
-        # Sequences that can be shared with were there before this plan: what these compute is on the way at least.
+        # Only sequences of earlier plans can be shared with, since their tokens are computed or in flight.
         donors = np.flatnonzero(self._used & (self._computed > 1))
         missing = min(self._target - int(self._used.sum()), int((~self._used).sum()))
         if missing <= 0 or random.random() < 0.4:
@@ -130,7 +130,7 @@ class RandomPlans:
             count = int(random.integers(1, missing + 1))
         slots = random.permutation(np.flatnonzero(~self._used))[:count]
         made, forks = [], []
-        # Several of one family, so that groups come of it.
+        # Admit several with a common prefix, so that groups are possible.
         donor = int(random.choice(donors)) if len(donors) and random.random() < 0.7 else None
         for slot in slots.tolist():
             if donor is not None and random.random() < 0.1:
@@ -153,7 +153,7 @@ class RandomPlans:
         longest = limits.max_context_tokens - len(head)
         if random.random() < 0.99:
             longest = min(longest, _LONGEST_PROMPT)
-        if random.random() < 0.9:  # so that there is room for all slots
+        if random.random() < 0.9:  # leave room for all slots
             longest = max(1, min(longest, self._fair - len(head)))
         count = min(self._log_uniform(longest), _POOLED_TOKENS // 2)
         start = int(random.integers(0, _POOLED_TOKENS // 2))
@@ -179,11 +179,11 @@ class RandomPlans:
         return Admission(slot, token_ids, len(head), pages.astype(np.int64), settings, prompt, sample), fork
 
     def _previous_batch(self) -> Batch | None:
-        """The batch of the plan before where it may be run again and left out."""
+        """Return the previous batch if this plan may leave it out, or None."""
         slots, counts = self._batch.slots, self._batch.token_counts
         ends = self._computed[slots] + counts
         fits = self._used[slots].all() and (ends <= self._most_of(slots)).all()
-        # An admission into one of its slots would make other groups.
+        # An admission into a slot of the batch would change the groups.
         same = not len(self._groups) or (self._known[slots] > self._given[slots]).all()
         return self._batch if fits and same and len(slots) and self._random.random() < 0.5 else None
 
@@ -205,11 +205,11 @@ class RandomPlans:
             counts = room.copy()
         elif random.random() < 0.3:
             counts[:] = 1
-        # Small batches have few tokens as a rule.
+        # Most small batches have few tokens.
         budget = (
             limits.max_tokens_per_step if random.random() < 0.1 else min(limits.max_tokens_per_step, 4 * count + 64)
         )
-        if random.random() < 0.02:  # a single chunk as large as it may be
+        if random.random() < 0.02:  # a single chunk of the largest size
             longest = int(np.argmax(room))
             rows, counts, budget = rows[longest : longest + 1], room[longest : longest + 1], limits.max_tokens_per_step
         before = np.cumsum(counts) - counts
@@ -218,7 +218,7 @@ class RandomPlans:
         return Batch(rows[fit], counts[fit])
 
     def _append(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, Batch]:
-        """Pages that the batch needs, and what of it can run where there are not enough of them."""
+        """Return the pages that the batch needs, and the part of the batch for which there are enough pages."""
         slots = batch.slots
         needed = self._needed(batch)
         fit = np.cumsum(needed) <= self._left
@@ -231,7 +231,9 @@ class RandomPlans:
         places = self._owned[append_slots] + _within(needed[growing])
         self._table[append_slots, places] = pages
         self._owned[slots] += needed
-        if len(append_slots) > 1 and self._random.random() < 0.3:  # slots take turns, each in its own order
+        if (
+            len(append_slots) > 1 and self._random.random() < 0.3
+        ):  # interleave slots, but keep the order of each slot's pages
             order = np.argsort(_within(needed[growing]), kind="stable")
             append_slots, pages = append_slots[order], pages[order]
         return append_slots, pages.astype(np.int64), batch
@@ -241,7 +243,7 @@ class RandomPlans:
         return np.maximum(0, -(-ends // self._limits.page_size) - self._owned[batch.slots])
 
     def _copies(self, forks: list[tuple[int, int]], appended: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Those of forks, and at times some onto pages that are appended, which are written later."""
+        """Return the copies of ``forks``, and sometimes copies to appended pages, which are written later."""
         random = self._random
         pairs = np.array(forks, np.int64).reshape(-1, 2)
         if len(appended) and random.random() < 0.1:
@@ -258,11 +260,11 @@ class RandomPlans:
         return Expected(self._step, sampled, self._asked[sampled] > 0, self._top[sampled])
 
     def _most_of(self, slots: np.ndarray) -> np.ndarray:
-        """How many of their tokens can be computed."""
+        """Return how many tokens of each of ``slots`` can be computed."""
         return np.minimum(self._known[slots], self._limits.max_context_tokens)
 
     def _take(self, count: int) -> np.ndarray:
-        """``count`` free pages, which have one user now."""
+        """Take ``count`` free pages, and count one user for each."""
         self._left -= count
         pages = self._free[self._left : self._left + count].copy()
         self._users[pages] = 1
@@ -273,10 +275,10 @@ class RandomPlans:
         self._left += len(pages)
 
     def _log_uniform(self, most: int) -> int:
-        """1 to ``most``, small numbers as often as large ones."""
+        """Return a number from 1 to ``most`` with a log-uniform distribution."""
         return min(most, int(np.exp(self._random.random() * np.log(most + 1))))
 
 
 def _within(counts: np.ndarray) -> np.ndarray:
-    """0, 1, ... for each of ``counts [n]``, one after the other."""
+    """Return the concatenation of ``arange(count)`` over ``counts [n]``."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,4 +1,4 @@
-"""Random sampling settings: every feature, alone and with others."""
+"""Random sampling settings with every feature, alone and combined."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ _MOST_BIASES = 300
 
 
 def random_settings(random: np.random.Generator, limits: Limits) -> SamplingSettings:
-    """Half are plain; of the others each feature is on in every third."""
+    """Return random settings. Half of them are plain; the others have each feature with a probability of a third."""
 
     def on(chance: float = 0.33) -> bool:
         return random.random() < chance

@@ -1,4 +1,4 @@
-"""The least time a step can take on a device: its arithmetic and its bytes over rates that are measured here."""
+"""A lower bound of the time of a step on a device: its arithmetic and its bytes, divided by measured rates."""
 
 from dataclasses import dataclass
 
@@ -12,22 +12,22 @@ PARTS = (
     "norms", "activation", "sampling", "copies", "rest",
 )  # fmt: skip
 _BF16 = 2  # bytes
-_SIDE = 8192  # of the matrices multiplied
+_SIDE = 8192  # rows and columns of the multiplied matrices
 _COPIED = 256 << 20  # bytes
 _ROUNDS = 20
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one device, per second."""
+    """The rates of a device, per second."""
 
     bf16: float  # floating-point operations
-    fp8: float | None  # None = the device has none
+    fp8: float | None  # None = the device has no fp8 products
     copy: float  # bytes read and written
 
 
 def measure_rates() -> Rates:
-    """In large products and one large copy; leaves no memory reserved."""
+    """Measure the rates of large products and of a large copy. Frees the memory that it used."""
     try:
         x, y = (torch.randn(_SIDE, _SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         out = torch.empty_like(x)
@@ -52,7 +52,7 @@ def measure_rates() -> Rates:
 
 
 def _seconds(run) -> float:
-    """Of one of many runs in a row."""
+    """Return the mean seconds of many runs."""
     for _ in range(3):
         run()
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -65,9 +65,9 @@ def _seconds(run) -> float:
 
 
 def least_ms(sizes: StepSizes, model: ModelConfig, rates: Rates, *, fp8: bool) -> dict[str, float]:
-    """Milliseconds by part. Operators are taken as separate: each reads and writes its values once, in bf16.
+    """Return milliseconds by part. Each operator is assumed to read and write its values once, in bf16.
 
-    The last layer is counted for all tokens, though behind its attention only those that are sampled go on.
+    The last layer is counted for all tokens, although only sampled tokens continue after its attention.
     """
     tokens, samples, layers = sizes.tokens, sizes.samples, len(model.layers)
     hidden, wide = model.hidden_size, model.intermediate_size
@@ -76,7 +76,7 @@ def least_ms(sizes: StepSizes, model: ModelConfig, rates: Rates, *, fp8: bool) -
     cached = kv * _BF16 * layers  # bytes of a token in the cache
 
     def product(rows: int, *shapes: tuple[int, int]) -> float:
-        """Each shape bound by arithmetic or by memory."""
+        """Return the time of products of the given shapes, each bound by arithmetic or by memory."""
         return sum(
             max(
                 2 * rows * inputs * outputs / rate,

@@ -1,9 +1,9 @@
-"""How many tokens one scheduler process plans and delivers: ``python -m bench.scheduler_capacity sequences=8192``.
+"""Measure the throughput of a scheduler process: ``python -m bench.scheduler_capacity sequences=8192``.
 
-A fake worker that answers at once, stop strings on, GSM8K-like lengths, all results delivered to one session. Three
-processes: worker, scheduler, client. And the same work inside one process without sockets, timed stage by stage. Twice:
-with pages for everybody's limit, and with a pool that is always full, so that every plan needs the forecast and a
-bisection. The last line is one JSON object.
+Runs a fake worker that answers at once, a scheduler, and a client with one session, each as a process. Requests have
+stop strings and GSM8K-like lengths. The same work also runs in one process without sockets, to measure the time of each
+stage. Both run twice: with pages for all limits, and with a pool that is always full, so that every plan needs the
+forecast and a bisection. The last line is one JSON object.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ FULL_PAGES = 7  # of a sequence on average: those of its prompt are shared by ei
 
 
 def worker_shape(sequences: int, full: bool) -> FakeShape:
-    """``full``: pages for what so many sequences hold on average and hardly more; else for all their limits."""
+    """Return the shape for ``sequences`` sequences. ``full``: pages for their mean lengths instead of their limits."""
     pages = sequences * -(-(MAX_TOKENS + PROMPT_TOKENS) // 16) + 64
     if full:
         pages = sequences * FULL_PAGES + 64
@@ -52,7 +52,7 @@ def worker_shape(sequences: int, full: bool) -> FakeShape:
 
 
 def prompt(number: int) -> np.ndarray:
-    """A few-shot head in common, then a question of its own."""
+    """Return the shared few-shot examples and the question of request ``number``."""
     tokens = np.arange(PROMPT_TOKENS) % 900 + 20
     tokens[-20:] = np.random.default_rng(number).integers(20, 2000, 20)
     return tokens.astype(np.uint32)
@@ -68,7 +68,7 @@ def submit_message(handle: int) -> session_pb2.SessionRequest:
 
 
 async def deliver(address: str, sequences: int, seconds: float, full: bool) -> dict[str, float]:
-    """Keep ``sequences`` running, or as many as there are pages for, and count what arrives."""
+    """Keep ``sequences`` requests in progress, and return the rates of delivered results."""
     async with PLAIN.open_aio(address) as channel:
         call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Session()
         await call.write(session_pb2.SessionRequest(open=session_pb2.SessionOpen(client_id="bench")))
@@ -113,7 +113,7 @@ async def deliver(address: str, sequences: int, seconds: float, full: bool) -> d
 
 @contextmanager
 def processes(shape: FakeShape, model: str = "builtin"):
-    """Worker and scheduler; yields the scheduler's address. Of ``model`` the scheduler reads all but the weights."""
+    """Run worker and scheduler, and yield the scheduler's address. ``model`` needs no weights."""
     worker, scheduler = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     flags = [f"{name}={int(value)}" for name, value in asdict(shape).items()]
     scheduler_flags = (f"model={model}", f"scheduler_listen={scheduler}", f"worker_addresses={worker}")
@@ -132,7 +132,7 @@ def processes(shape: FakeShape, model: str = "builtin"):
 
 
 def stages(sequences: int, full: bool, steps: int = 200) -> dict[str, float]:
-    """Milliseconds per step of each stage, in one process, without sockets."""
+    """Return the milliseconds per step of each stage, in one process without sockets."""
     shape, vocabulary = worker_shape(sequences, full), Tokenizer.load("builtin").vocabulary
     core = Scheduler(vocabulary.token_bytes, shape.vocab_size, Policy(max_queued=10**9))
     sizes = (shape.page_size, shape.page_count, shape.max_slots, shape.max_tokens_per_step)
@@ -190,8 +190,8 @@ def stages(sequences: int, full: bool, steps: int = 200) -> dict[str, float]:
 class BenchConfig(Config):
     """The flags."""
 
-    sequences: Int = Field(8192, ge=1, description="running at once")
-    seconds: Float = Field(10.0, gt=0, description="how long results are counted")
+    sequences: Int = Field(8192, ge=1, description="running sequences")
+    seconds: Float = Field(10.0, gt=0, description="duration of the measurement")
 
 
 def main() -> None:
@@ -202,7 +202,7 @@ def main() -> None:
 
 
 def measure(config: BenchConfig, *, full: bool) -> dict[str, Any]:
-    """Stages, then processes."""
+    """Measure the stages, and then the processes."""
     milliseconds = stages(config.sequences, full)
     for name, value in milliseconds.items():
         print(f"{name:>16} {value:9.3f}")

@@ -1,15 +1,16 @@
-"""This server against transformers' ``generate``: same model, dtype, prompts and machine, one after the other.
+"""Compare the server with transformers' ``generate``, one after the other on the same machine.
 
 ``python -m bench.serve_cpu [model=builtin] [sequences=64] [dtype=float32] [max_tokens=256] [repeats=3]``
 
-transformers runs the prompts as one left-padded batch; the server gets them as concurrent HTTP requests through the
-openai SDK. Both decode greedily, in two workloads:
+Both use the same model, dtype and prompts, and decode greedily. transformers runs the prompts as one left-padded batch.
+The server receives them as concurrent HTTP requests through the openai SDK. There are two workloads:
 
-* ``answers``: every sequence runs to its own end (at most ``max_tokens``), and only tokens of answers count. A batch
-  of transformers lasts as long as its longest answer. ``ratio_to_transformers`` is about this one.
-* ``fixed``: every sequence runs to exactly half of ``max_tokens``: ``ratio_fixed_length``.
+* ``answers``: every sequence runs to its own end, at most ``max_tokens``, and only tokens of answers count. A batch of
+  transformers lasts as long as its longest answer. The ratio is ``ratio_to_transformers``.
+* ``fixed``: every sequence has exactly half of ``max_tokens``. The ratio is ``ratio_fixed_length``.
 
-Then, for one request alone: time to the first token and time per token after it. Times are medians over ``repeats``.
+Then, for a single request, the time to the first token and the time per later token are measured. Times are medians
+over ``repeats``.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ class BenchConfig(Config):
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked of both sides."""
+    """The requests to both servers."""
 
     prompts: list[str]
     max_tokens: int
@@ -50,7 +51,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Median seconds for all sequences, from text to text, and what they said."""
+    """The median seconds for all sequences, from text to text, with their texts."""
 
     seconds: float
     tokens: int
@@ -72,7 +73,7 @@ def main() -> None:
     }
     baselines = measure_transformers(config, workloads)
     flags = {"model": config.model, "dtype": config.dtype, "max_seqs_per_forward": max(256, config.sequences)}
-    # Without the prefix cache a repeated prompt is computed again, as transformers does.
+    # Without the prefix cache, a repeated prompt is computed again, as in transformers.
     with serve(**flags, prefix_caching="F") as server:
         outcomes = {name: asyncio.run(measure_server(server, config, work)) for name, work in workloads.items()}
         first_s, per_token_s = measure_latency(server, config, prompts[0])
@@ -94,7 +95,7 @@ def main() -> None:
 
 
 def measure_transformers(config: BenchConfig, workloads: dict[str, Workload]) -> dict[str, Outcome]:
-    """``generate`` on one batch, tokenising and decoding included."""
+    """Measure ``generate`` on one batch, including tokenisation and decoding of texts."""
     card = read_card(config.model, weights=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(card.directory, padding_side="left")
     if tokenizer.pad_token is None:
@@ -109,7 +110,7 @@ def measure_transformers(config: BenchConfig, workloads: dict[str, Workload]) ->
         tokens = model.generate(**batch, do_sample=False, max_new_tokens=work.max_tokens)
         tokens = tokens[:, batch["input_ids"].shape[1] :]
         texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        # Behind its end-of-sequence token a row is padding: not part of the answer.
+        # Tokens behind the end-of-sequence token are padding.
         behind_end = torch.isin(tokens, ends).int().cumsum(dim=1).roll(1, dims=1)
         behind_end[:, 0] = 0
         return tokens.numel() if work.ignore_eos else int((behind_end == 0).sum()), texts
@@ -118,7 +119,7 @@ def measure_transformers(config: BenchConfig, workloads: dict[str, Workload]) ->
 
 
 async def measure_server(server: Server, config: BenchConfig, work: Workload) -> Outcome:
-    """All prompts at once, as requests of their own."""
+    """Send all prompts at once, each as a request."""
     model = server.model
     async with openai.AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as client:
 
@@ -143,7 +144,7 @@ async def measure_server(server: Server, config: BenchConfig, work: Workload) ->
 
 
 def repeat(config: BenchConfig, run: Callable[[], tuple[int, list[str]]]) -> Outcome:
-    """``run`` once to warm up, then ``repeats`` times."""
+    """Call ``run`` once to warm up, and then measure ``repeats`` calls."""
     run()
     seconds = []
     for _ in range(config.repeats):
@@ -154,14 +155,14 @@ def repeat(config: BenchConfig, run: Callable[[], tuple[int, list[str]]]) -> Out
 
 
 def measure_latency(server: Server, config: BenchConfig, prompt: str) -> tuple[float, float]:
-    """Median seconds to the first streamed token, and per token after it, of one request with nothing beside it."""
+    """Return the median seconds to the first streamed token and per later token, for single requests."""
     client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0)
     model, tokens, firsts, rests = server.model, config.max_tokens // 2, [], []
     for number in range(config.repeats + 1):
         start = time.perf_counter()
         stream = client.completions.create(
             model=model,
-            prompt=f"{number} {prompt}",  # another prefix each time: nothing of it is cached
+            prompt=f"{number} {prompt}",  # a different prefix each time, so that none is cached
             max_tokens=tokens,
             temperature=0,
             stream=True,

@@ -1,4 +1,4 @@
-"""A deployment of our own, started for one measurement and ended with it."""
+"""A deployment that is started for one measurement, and helpers of all programs here."""
 
 import fcntl
 import json
@@ -24,7 +24,7 @@ PORTS = range(16384, 32768)  # of `free_port`
 
 @dataclass(frozen=True)
 class Server:
-    """A running ``toka``: ``base_url`` without ``/v1``, ``grpc_address`` of its first scheduler."""
+    """A running ``toka``. ``base_url`` has no ``/v1``; ``grpc_address`` is that of its first scheduler."""
 
     base_url: str
     grpc_address: str
@@ -35,14 +35,14 @@ class Server:
         return httpx.get(f"{self.base_url}/v1/models", trust_env=False).json()["data"][0]["id"]
 
     def metric(self, name: str) -> float:
-        """The sum of one metric over its labels, from ``/metrics``."""
+        """Return the sum of a metric over its labels, from ``/metrics``."""
         lines = httpx.get(f"{self.base_url}/metrics", trust_env=False).text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
 
 @contextmanager
 def serve(**flags: Any) -> Iterator[Server]:
-    """Run ``toka`` with ``flags`` on free ports; raises ``RuntimeError`` with its log when it does not start."""
+    """Run ``toka`` with ``flags`` on free ports. Raises ``RuntimeError`` with its log if it does not start."""
     port, grpc_port = flags.pop("port", None) or free_port(), flags.pop("grpc_port", None) or free_port()
     arguments = [f"{name}={value}" for name, value in (flags | {"port": port, "grpc_port": grpc_port}).items()]
     with tempfile.TemporaryFile() as log:
@@ -91,7 +91,7 @@ def _is_free(port: int) -> bool:
 
 
 def report(figures: dict[str, Any]) -> None:
-    """The last line of every program here: one JSON object."""
+    """Print ``figures`` as one JSON object, the last line of every program here."""
     print(json.dumps(figures))
 
 
@@ -102,9 +102,11 @@ def run_kept(
     draw: Callable[[dict[str, Any]], None],
     is_right: Callable[[dict[str, Any]], bool],
 ) -> None:
-    """Draw and report what ``measure`` finds with a directory to write to: ``directory``, or one of its own, which is
-    kept where ``is_right`` denies the figures. Then the exit status is 1."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left behind
+    """Call ``measure`` with a directory for its files, and draw and report its figures.
+
+    Exit with status 1 if ``is_right`` is false for the figures. Only then is the directory kept, unless it is given.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as after Ctrl-C
     path = Path(directory or tempfile.mkdtemp(prefix=f"toka-{name}-"))
     path.mkdir(parents=True, exist_ok=True)
     figures = measure(path)
@@ -120,7 +122,7 @@ def run_kept(
 
 
 def wait_until_ready(base_url: str, process: subprocess.Popen) -> None:
-    """Return once the gateway at ``base_url`` takes requests; ``RuntimeError`` if ``process`` ends or is late."""
+    """Wait until the gateway at ``base_url`` is ready. Raises ``RuntimeError`` if ``process`` exits or is too slow."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
         try:

@@ -1,4 +1,4 @@
-"""A trace through the scheduler's core and a worker that only pretends: no model, no sockets, no clock."""
+"""A simulation of a trace: the scheduler's core with a simulated worker, without a model, sockets or a clock."""
 
 from collections import deque
 
@@ -16,22 +16,22 @@ from services.scheduler.core.scheduler import Scheduler
 from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 SINK = 1
-STEP_NS = 20_000_000  # what a step is taken to last, for the clock that the core is told
+STEP_NS = 20_000_000  # simulated duration of a step, for the core's clock
 _TOKEN_BYTES = [b"x"] * VOCAB_SIZE
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class SimulatedWorker:
-    """Answers every plan at once: tokens without a pattern, and ``END`` when the trace says that an answer is whole.
+    """A worker that answers every plan at once with random tokens, and with ``END`` at the length of the trace.
 
-    Which sample a slot holds is read from the admission: the seed is the request's number in the trace.
+    The seed of an admission is the number of the request in the trace, which identifies the sample.
     """
 
     def __init__(self, trace: Trace, slots: int) -> None:
         self._trace = trace
-        # By slot: known tokens that are not computed; tokens of the answer; how many it will have.
+        # By slot: known tokens that are not computed, tokens of the answer, and the final length of the answer.
         self._missing, self._generated, self._target = np.zeros((3, slots), np.int64)
-        self._stream = np.zeros(slots, np.uint64)  # what its tokens are drawn from: the same after a preemption
+        self._stream = np.zeros(slots, np.uint64)  # seed of its tokens, the same after a preemption
         self._batch = NO_ROWS
 
     def answer(self, plan: PlannedStep) -> StepResult:
@@ -56,23 +56,23 @@ class SimulatedWorker:
         self._stream[slot] = number << 20 | sample
 
     def _ordinary_tokens(self, rows: np.ndarray) -> np.ndarray:
-        """A hash of request, sample and position: no two answers have a page in common."""
+        """Return a hash of request, sample and position, so that answers share no pages."""
         mixed = (self._stream[rows] << np.uint64(20) | self._generated[rows].astype(np.uint64)) * _ODD
         mixed = (mixed ^ mixed >> np.uint64(31)) * _ODD
         return (mixed >> np.uint64(40)).astype(np.int64) % (VOCAB_SIZE - 1) + 1
 
 
 class Simulation:
-    """The core and its worker, with as many plans in flight as the core allows. The whole trace is queued at once.
+    """The core and its worker, with as many plans in flight as the core allows. All requests are queued at the start.
 
-    Raises ``RuntimeError`` when a sample ends with another length than the trace's, or when pages run out.
+    Raises ``RuntimeError`` if a sample has another length than in the trace, or if pages run out.
     """
 
     def __init__(
         self, trace: Trace, shape: WorkerShape, mode: AdmissionMode, admission: type[Admission] = Admission
     ) -> None:
         self.lengths = trace.lengths
-        self.finished = np.zeros(len(self.lengths), bool)  # by handle: the place of the sample in the trace
+        self.finished = np.zeros(len(self.lengths), bool)  # by handle, the index of the sample in the trace
         policy = Policy(mode=mode, max_queued=len(self.lengths))
         self.core = Scheduler(_TOKEN_BYTES, VOCAB_SIZE, policy, admission=admission)
         self.core.open_sink(SINK)
@@ -89,7 +89,7 @@ class Simulation:
             self.core.submit(request, self._now_ns)
 
     def step(self) -> PlannedStep | None:
-        """The next plan, as soon as one may be sent; None when every sample is through."""
+        """Return the next plan, or None if every sample has finished."""
         pool = self.core.state.pool.pages
         while not self.finished.all():
             plan = self.core.plan(self._now_ns)
@@ -104,7 +104,7 @@ class Simulation:
         return None
 
     def _take_answer(self) -> None:
-        """The oldest answer arrives."""
+        """Pass the oldest result to the core."""
         if not self._answers:
             raise RuntimeError(f"{self.core.live(SINK)} samples are left, and the scheduler plans nothing")
         self.core.take(self._answers.popleft(), self._now_ns)

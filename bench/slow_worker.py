@@ -1,4 +1,4 @@
-"""A worker whose model takes ``BENCH_LOAD_SECONDS`` longer to load: for ``bench.start``, and run by it."""
+"""A worker that takes ``BENCH_LOAD_SECONDS`` longer to load its model. ``bench.start`` runs it."""
 
 import os
 import time

@@ -1,14 +1,14 @@
-"""Seconds from the command ``toka`` until it serves, by phase.
+"""Measure the seconds from the command ``toka`` until it serves, by phase.
 
 ``python -m bench.start [starts=5] [cold=F] [load_seconds=0] [flag of toka=value ...]``
 
-Each start runs ``toka`` with JSON logs and reads its events. With ``cold=T`` each has an empty ``compile_cache_dir``.
-``load_seconds=20`` makes every worker load its model 20 s longer, which shows how soon the other processes notice that
-it is ready: the row ``connection``.
+Each start runs ``toka`` with JSON logs and reads its events. With ``cold=T``, each has an empty ``compile_cache_dir``.
+With ``load_seconds=20``, every worker takes 20 s longer to load its model. The row ``connection`` then shows how soon
+the other processes notice that it is ready.
 
-Rows that follow each other in time: ``processes`` (until the worker's first log line), the phases that the worker
-reports (of the slowest one), ``other`` (of the worker), and ``connection`` (from the worker's "model ready" until
-``toka`` prints that it serves). Indented rows are parts of ``connection``. Figures are medians.
+The rows are in the order of time: ``processes`` (until the first log line of the worker), the phases that the slowest
+worker reports, ``other`` (of the worker), and ``connection`` (from the worker's "model ready" until ``toka`` prints
+that it serves). Indented rows are parts of ``connection``. Figures are medians.
 """
 
 import contextlib
@@ -104,8 +104,10 @@ def _events(lines: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def breakdown(began: float, served: float, events: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the seconds of each phase of one start. ``began``, ``served``: when the command was given and when it
-    printed that it serves, as ``time.time()``."""
+    """Return the seconds of each phase of a start.
+
+    ``began`` and ``served``: times of the command and of its message that it serves, by ``time.time()``.
+    """
 
     def times(service: str, event: str) -> list[float]:
         found = [each["at"] for each in events if each["service"] == service and each["event"] == event]

@@ -1,4 +1,4 @@
-"""How much work a plan asks for: the lengths of every sequence, followed plan by plan."""
+"""The amount of work of each plan, computed from the lengths of all sequences."""
 
 from dataclasses import dataclass
 
@@ -9,22 +9,22 @@ from services.common.plan.types import NO_GROUPS, NO_ROWS, Batch, Groups, Limits
 
 @dataclass(frozen=True)
 class StepSizes:
-    """One step's work."""
+    """The work of a step."""
 
     rows: int = 0
     tokens: int = 0
     samples: int = 0
     chunk_tokens: int = 0  # of rows of several tokens
-    own_context: int = 0  # tokens that rows of one token see outside of shared prefixes
-    prefix_tokens: int = 0  # of all groups, each prefix once
-    prefix_pairs: int = 0  # (row of one token, token of its prefix)
-    chunk_context: int = 0  # tokens that rows of several tokens see
-    chunk_pairs: int = 0  # (token of a chunk, token that it sees)
+    own_context: int = 0  # tokens outside shared prefixes that rows of one token attend to
+    prefix_tokens: int = 0  # tokens of the prefixes of all groups
+    prefix_pairs: int = 0  # pairs of a row of one token and a token of its prefix
+    chunk_context: int = 0  # tokens that rows of several tokens attend to
+    chunk_pairs: int = 0  # pairs of a token of a chunk and a token that it attends to
     copied_pages: int = 0
 
 
 class SizeTracker:
-    """The lengths that a worker's slots have after each plan. Plans are legal."""
+    """The lengths of a worker's slots after each plan. Plans must be valid."""
 
     def __init__(self, limits: Limits) -> None:
         self._page_size = limits.page_size
@@ -33,7 +33,7 @@ class SizeTracker:
         self._groups: Groups = NO_GROUPS
 
     def apply(self, plan: Plan) -> StepSizes:
-        """What ``plan`` asks for; it counts as done."""
+        """Apply ``plan``, and return its work."""
         for admission in plan.admissions:
             self._known[admission.slot] = len(admission.token_ids)
             self._computed[admission.slot] = admission.cached_tokens
@@ -65,7 +65,7 @@ class SizeTracker:
         )
 
     def _prefixes(self, single: np.ndarray) -> np.ndarray:
-        """``[rows]`` int64, tokens of its group's prefix; 0 = in none, or a row of several tokens."""
+        """Return the tokens of each row's shared prefix, ``[rows]`` int64. 0 = no group, or a row of several tokens."""
         shared, groups = np.zeros(len(single), np.int64), self._groups
         for start, count, pages in zip(groups.starts, groups.counts, groups.prefix_pages, strict=True):
             shared[start : start + count] = pages * self._page_size

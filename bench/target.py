@@ -1,4 +1,4 @@
-"""Which server a measurement asks, and which figures its own are held against."""
+"""The server of a measurement, and the figures to compare it with."""
 
 import shlex
 import statistics
@@ -15,7 +15,7 @@ from services.common.flags import Config, Int, Strings
 from services.common.host.descriptors import raise_limit
 
 # One H200, random weights of the Llama-3.2-1B shape, the same prompts and sampling; see docs/performance.md.
-# Throughput in output tokens per second; latency in milliseconds per output token, at so many concurrent streams.
+# Throughput is in output tokens per second, latency in milliseconds per output token by number of concurrent streams.
 H200 = {
     "monkeys": {"tokasaurus-0.0.4": 59200, "vllm-0.26.0": 28700},
     "mixed": {"tokasaurus-0.0.4": 63500, "vllm-0.26.0": 51900},
@@ -26,12 +26,16 @@ H200 = {
 
 
 class TargetConfig(Config):
-    """The flags of every program that asks an OpenAI server."""
+    """The flags of every program that measures an OpenAI server."""
 
-    url: str | None = Field(None, description="a running OpenAI server, e.g. http://127.0.0.1:10210; default: our own")
-    server_flags: str = Field("", description="of our own server, as a shell takes them: 'model=... dp_size=2'")
-    rival_url: str | None = Field(None, description="another server, measured in the same way before the first")
-    baseline: Strings = Field((), description="figures to be held against: name:figure,... or h200 (in bench.target)")
+    url: str | None = Field(
+        None, description="a running OpenAI server, e.g. http://127.0.0.1:10210; default: start one"
+    )
+    server_flags: str = Field(
+        "", description="flags of the started server, quoted as in a shell: 'model=... dp_size=2'"
+    )
+    rival_url: str | None = Field(None, description="another server, which is measured first in the same way")
+    baseline: Strings = Field((), description="figures to compare with: name:figure,... or h200 (see bench.target)")
     clients: Int = Field(4, ge=1, description="client processes")
 
     @field_validator("baseline")
@@ -44,7 +48,7 @@ class TargetConfig(Config):
         return items
 
     def baselines(self, workload: str) -> dict[str, float]:
-        """The named figures for ``workload``, a key of ``H200``."""
+        """Return the figures to compare with for ``workload``, a key of ``H200``."""
         found: dict[str, float] = {}
         for item in self.baseline:
             if item == "h200":
@@ -57,7 +61,7 @@ class TargetConfig(Config):
 
 @dataclass(frozen=True)
 class Target:
-    """A running server: ``url`` without ``/v1``; ``pid`` of ``toka`` when it is our own child, else None."""
+    """A running server. ``url`` has no ``/v1``. ``pid``: of ``toka`` if this program started it, else None."""
 
     name: str
     url: str
@@ -67,7 +71,7 @@ class Target:
 
 @contextmanager
 def first_target(config: TargetConfig) -> Iterator[Target]:
-    """The server that is measured: at ``url``, or started for it."""
+    """Yield the server to measure: at ``url``, or started for the measurement."""
     raise_limit()
     if config.url is not None:
         yield _running("server", config.url)
@@ -78,15 +82,18 @@ def first_target(config: TargetConfig) -> Iterator[Target]:
 
 
 def rival(config: TargetConfig) -> Target | None:
-    """The server at ``rival_url``, if one is named."""
+    """Return the server at ``rival_url``, or None if the flag is not set."""
     return None if config.rival_url is None else _running("rival", config.rival_url)
 
 
 def measure_throughput(
     config: TargetConfig, workload: str, measure: Callable[[Target], dict[str, Any]]
 ) -> dict[str, Any]:
-    """What ``measure`` gives for the server, under ``rival`` for the other one, which comes first, and the ratios of
-    ``tokens_per_second`` to it and to the figures for ``workload``, a key of ``H200``."""
+    """Measure the rival, if there is one, and then the server.
+
+    Return the figures of the server, those of the rival as ``rival``, and the ratios of ``tokens_per_second`` to the
+    rival and to the figures for ``workload``, a key of ``H200``.
+    """
     figures: dict[str, Any] = {}
     others = config.baselines(workload)
     against = rival(config)
@@ -99,14 +106,14 @@ def measure_throughput(
 
 
 def median_run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The one whose ``tokens_per_second`` is nearest to the median, and those of all as ``runs``."""
+    """Return the run with the median ``tokens_per_second``, and add the rates of all runs as ``runs``."""
     rates = [run["tokens_per_second"] for run in runs]
     middle = statistics.median(rates)
     return min(runs, key=lambda run: abs(run["tokens_per_second"] - middle)) | {"runs": rates}
 
 
 def ratios(figure: float, others: Mapping[str, float], *, lower_is_better: bool = False) -> dict[str, float]:
-    """How many times better ``figure`` is than each of ``others``; printed, and returned by name."""
+    """Print and return by name by how many times ``figure`` is better than each of ``others``."""
     found = {}
     for name, other in others.items():
         found[name] = (other / figure if lower_is_better else figure / other) if figure and other else 0.0

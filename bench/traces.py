@@ -1,6 +1,6 @@
-"""Recorded traces for ``bench.admission``: what clients ask for, and how long every answer turns out to be.
+"""Traces for ``bench.admission``: requests with the length of every answer.
 
-They are drawn from a fixed seed, so a trace is the same wherever it is made.
+They are generated from a fixed seed, so a trace is the same on all machines.
 """
 
 from dataclasses import dataclass
@@ -8,36 +8,36 @@ from dataclasses import dataclass
 import numpy as np
 
 VOCAB_SIZE = 32768
-END = 0  # the token that ends an answer; no prompt and no answer holds it elsewhere
+END = 0  # the token that ends an answer; it occurs nowhere else
 LONGEST_PROMPT, LONGEST_ANSWER = 2048, 1024
 
 _SEED = 20250
-_MONKEYS_PROMPT, _MONKEYS_ANSWER = 700, 150  # tokens; of the answer, on average
+_MONKEYS_PROMPT, _MONKEYS_ANSWER = 700, 150  # tokens of a prompt, and mean tokens of an answer
 
 
 @dataclass(frozen=True, eq=False)
 class TraceRequest:
-    """One prompt and its samples. The client knows ``max_tokens``, the trace knows the ``lengths``."""
+    """A prompt and its samples. A request has only ``max_tokens``; the simulated worker has the ``lengths``."""
 
     tokens: np.ndarray  # uint32 [prompt tokens]
     max_tokens: int
-    lengths: np.ndarray  # int64 [samples], tokens of each answer, the one that ends it included
+    lengths: np.ndarray  # int64 [samples], tokens of each answer, including ``END``
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Requests in the order of their arrival, all at once."""
+    """The requests of a trace in order. All arrive at the start."""
 
     name: str
     requests: list[TraceRequest]
 
     @property
     def lengths(self) -> np.ndarray:
-        """Of all samples in order: int64 ``[samples]``."""
+        """The lengths of all samples in order, int64 ``[samples]``."""
         return np.concatenate([request.lengths for request in self.requests])
 
     def with_known_lengths(self) -> "Trace":
-        """The same samples in the same order, each a request of its own with its true length for ``max_tokens``."""
+        """Return the trace with a request for each sample, whose ``max_tokens`` is its true length."""
         requests = [
             TraceRequest(request.tokens, int(length), np.array([length]))
             for request in self.requests
@@ -47,7 +47,7 @@ class Trace:
 
 
 def monkeys(prompts: int = 32, samples: int = 1024) -> Trace:
-    """Repeated sampling: few prompts, many samples of each, lengths geometric and cut at the limit."""
+    """Return repeated sampling: few prompts with many samples each. Lengths are geometric, up to the limit."""
     rng = np.random.default_rng(_SEED)
     requests = [
         TraceRequest(
@@ -61,7 +61,7 @@ def monkeys(prompts: int = 32, samples: int = 1024) -> Trace:
 
 
 def one_prompt_twice(samples: int) -> Trace:
-    """Samples of a prompt of ``monkeys``, and one of the same prompt with 20 tokens more behind it."""
+    """Return samples of a prompt of ``monkeys``, and one sample of the same prompt with 20 further tokens."""
     rng = np.random.default_rng(_SEED)
     tokens, more, length = _prompt(rng, _MONKEYS_PROMPT), _prompt(rng, 20), 256
     first = TraceRequest(tokens, length, np.full(samples, length))
@@ -69,16 +69,21 @@ def one_prompt_twice(samples: int) -> Trace:
 
 
 def mix(requests: int = 8192) -> Trace:
-    """ShareGPT-like: lognormal prompts and answers, nothing in common. As in the field's benchmark with these lengths,
-    clients ask for as many tokens as the recorded answer has: every answer ends at its limit."""
+    """Return a mixed workload like ShareGPT: lognormal prompts and answers, without shared prefixes.
+
+    As in the usual benchmark with these lengths, ``max_tokens`` is the length of the recorded answer. So every answer
+    ends at its limit.
+    """
     return Trace(
         "mix", [TraceRequest(tokens, length, np.array([length])) for tokens, length in _conversations(requests)]
     )
 
 
 def mix_loose(requests: int = 8192) -> Trace:
-    """``mix`` with one limit for everything, as of a client that leaves ``max_tokens`` at a default of 1,024: almost
-    every answer ends early, and the limit tells nothing about its length."""
+    """Return ``mix`` with a ``max_tokens`` of 1,024 for all requests, as a client's default.
+
+    Almost every answer ends before its limit, and the limit does not depend on its length.
+    """
     conversations = _conversations(requests)
     return Trace(
         "mix_loose", [TraceRequest(tokens, LONGEST_ANSWER, np.array([length])) for tokens, length in conversations]
@@ -86,7 +91,7 @@ def mix_loose(requests: int = 8192) -> Trace:
 
 
 def _conversations(count: int) -> list[tuple[np.ndarray, int]]:
-    """(prompt, length of the answer) each."""
+    """Return ``count`` prompts, each with the length of its answer."""
     rng = np.random.default_rng(_SEED)
     prompts = np.clip(rng.lognormal(4.6, 1.2, count), 4, LONGEST_PROMPT).astype(np.int64)
     answers = np.clip(rng.lognormal(5.0, 0.9, count), 4, LONGEST_ANSWER).astype(np.int64)

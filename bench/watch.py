@@ -1,4 +1,4 @@
-"""A server watched while it works: its ``/metrics`` every quarter second, and the CPU time of its processes."""
+"""Samples of a server under load: its ``/metrics`` every quarter second, and the CPU time of its processes."""
 
 import time
 from collections.abc import Sequence
@@ -13,32 +13,32 @@ from bench.target import Target
 from services.cli.bench.exchange import Reply
 
 PERIOD_S = 0.25
-FULL = 0.97  # of the most sequences that ran: the server is in its steady state
+FULL = 0.97  # share of the largest number of running sequences from which on the state is steady
 _GENERATED = ("toka_generation_tokens_total", "vllm:generation_tokens_total")
 _RUNNING = ("toka_num_requests_running", "vllm:num_requests_running")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One look: ``metrics`` summed over labels, and CPU seconds so far by process."""
+    """A sample: ``metrics`` summed over labels, and CPU seconds so far by process."""
 
-    at: float  # of time.perf_counter
+    at: float  # time.perf_counter
     metrics: dict[str, float]
     cpu_s: dict[str, float]
 
     @property
     def generated(self) -> float | None:
-        """Tokens delivered so far; None = the server does not say."""
+        """Tokens delivered so far, or None if the server does not report them."""
         return _first(self.metrics, _GENERATED)
 
     @property
     def running(self) -> float | None:
-        """Sequences running now."""
+        """Running sequences."""
         return _first(self.metrics, _RUNNING)
 
 
 class Watch:
-    """Collects samples. Used by the thread that waits for the clients."""
+    """A collector of samples. Used by the thread that waits for the clients."""
 
     def __init__(self, target: Target) -> None:
         self.samples: list[Sample] = []
@@ -55,14 +55,14 @@ class Watch:
         self._client.close()
 
     def look_in_time(self) -> None:
-        """``look`` when a period has passed since the last one."""
+        """Take a sample if a period has passed since the last one."""
         now = time.perf_counter()
         if now >= self._next:
             self._next = now + PERIOD_S
             self.look()
 
     def look(self) -> None:
-        """Take a sample; a server without metrics, or too busy to show them, gives none."""
+        """Take a sample. There is none if the server has no metrics or does not answer in time."""
         try:
             answer = self._client.get("/metrics")
         except httpx.TransportError:
@@ -73,7 +73,7 @@ class Watch:
 
 
 def read_metrics(text: str) -> dict[str, float]:
-    """Prometheus' text format: each metric's sum over its labels."""
+    """Parse Prometheus' text format. Return the sum of each metric over its labels."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         if line and not line.startswith("#"):
@@ -84,7 +84,7 @@ def read_metrics(text: str) -> dict[str, float]:
 
 
 def during(samples: Sequence[Sample], replies: Sequence[Reply]) -> list[Sample]:
-    """From the last sample before the first request to the first one behind the last answer."""
+    """Return the samples from the last one before the first request to the first one after the last answer."""
     begin = min(reply.sent_at for reply in replies)
     end = max(reply.ended_at for reply in replies)
     before = [sample for sample in samples if sample.at <= begin][-1:]
@@ -93,14 +93,14 @@ def during(samples: Sequence[Sample], replies: Sequence[Reply]) -> list[Sample]:
 
 
 def steady(samples: Sequence[Sample]) -> list[Sample]:
-    """From the first to the last sample with ``FULL`` of the most sequences running; empty when nothing ran."""
+    """Return the samples between the first and the last in steady state. Empty if no sequence ran."""
     peak = max((sample.running or 0.0 for sample in samples), default=0.0)
     full = [index for index, sample in enumerate(samples) if peak and (sample.running or 0.0) >= FULL * peak]
     return list(samples[full[0] : full[-1] + 1]) if len(full) > 1 else []
 
 
 def summary(samples: Sequence[Sample]) -> dict[str, float]:
-    """What happened between the first sample and the last; what the server does not report is left out."""
+    """Return the changes from the first sample to the last, without figures that the server does not report."""
     if len(samples) < 2:
         return {}
     first, last = samples[0], samples[-1]

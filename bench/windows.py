@@ -1,4 +1,4 @@
-"""A worker's steps in windows: their sizes, and where the time went."""
+"""The sizes and times of a worker's steps, by windows of several steps."""
 
 from time import perf_counter
 from typing import Any
@@ -11,7 +11,7 @@ HEADINGS = "  step    rows  chunk tok   ms/step   device ms   idle   prepare ms 
 
 
 class Windows:
-    """Takes the answers in order; prints a line for each window when it is over."""
+    """A collector of results in order. It prints a line at the end of each window."""
 
     def __init__(self, size: int) -> None:
         """``size`` in steps."""
@@ -21,23 +21,23 @@ class Windows:
         self._started = perf_counter()
 
     def add(self, sizes: StepSizes, output: StepOutput) -> None:
-        """A step was answered."""
+        """Add a completed step."""
         self._steps.append((sizes, output))
         if len(self._steps) == self._size:
             self.cut()
 
     def cut(self) -> None:
-        """The window ends here, short as it may be, and the next begins; without a step there is none."""
+        """End the current window early, unless it is empty, and begin the next one."""
         if self._steps:
             self._close(perf_counter() - self._started)
         self._steps, self._started = [], perf_counter()
 
     def forget(self) -> None:
-        """The window begins here, and what was added to it does not count."""
+        """Discard the steps of the current window, and begin it again."""
         self._steps, self._started = [], perf_counter()
 
     def total(self) -> dict[str, Any]:
-        """Of all windows."""
+        """Return the figures over all windows."""
         steps, seconds, sampled = (sum(each[key] for each in self.figures) for key in ("steps", "seconds", "sampled"))
         found: dict[str, Any] = {"steps": steps, "seconds": round(seconds, 3)}
         if steps:

@@ -1,12 +1,12 @@
-"""What a worker's steps cost, without gRPC and scheduler: ``python -m bench.worker [record=FILE|DIR]
+"""Measure a worker's steps without gRPC and scheduler: ``python -m bench.worker [record=FILE|DIR]
 [worker_flags='...'] [steps=200] [skip=20] [window=50] [profiles=3] [rows=.. groups=.. prefix=.. own=..] [plot=FILE]``.
 
-The plans are those of a recording (``record_plans=DIR`` on a scheduler; of a directory, its largest file), or decode
-steps of ``rows`` sequences that are made up, which are sized for a worker as ``worker_flags`` says. They run as in
-serving: several in flight, answered in order by another thread. Printed for every window of steps: milliseconds of a
-step by the clock and on the device, its idle share, and the host's preparation. On CUDA some steps are then looked at
-by kernel: time by part of the model, beside the least that its arithmetic and its bytes allow at rates measured in this
-process. The last line is one JSON object.
+The plans are those of a recording (made by ``record_plans=DIR`` of a scheduler; the largest file of a directory), or
+synthetic decode steps of ``rows`` sequences. The worker has the flags ``worker_flags``. As in a server, several steps
+are in flight. For every window of steps, the program prints milliseconds of a step by the clock and on the device, the
+idle share of the device, and the host's preparation. On CUDA, some steps are also profiled by kernel: the time by part
+of the model, and the least time that arithmetic and bytes allow at rates measured in this process.
+The last line is one JSON object.
 """
 
 from collections.abc import Iterator
@@ -38,19 +38,21 @@ _LARGEST_KERNELS = 8
 class BenchConfig(Config):
     """The flags."""
 
-    record: str | None = Field(None, description="recording, or directory of recordings; default: made-up steps")
-    worker_flags: str = Field("", description="as a shell takes them: 'model=DIR load_format=dummy torch_compile=T'")
-    steps: Int = Field(200, ge=1, description="measured at most")
-    skip: Int = Field(20, ge=0, description="run before those")
+    record: str | None = Field(None, description="recording, or directory of recordings; default: synthetic steps")
+    worker_flags: str = Field(
+        "", description="flags quoted as in a shell: 'model=DIR load_format=dummy torch_compile=T'"
+    )
+    steps: Int = Field(200, ge=1, description="largest number of measured steps")
+    skip: Int = Field(20, ge=0, description="steps before the measurement")
     window: Int = Field(50, ge=1, description="steps in a line of the table")
     in_flight: Int = Field(3, ge=1, le=MOST_IN_FLIGHT)
-    profiles: Int = Field(3, ge=0, description="steps looked at by kernel, on cuda")
-    rows: Int = Field(64, ge=1, description="made-up sequences")
-    groups: Int = Field(0, ge=0, description="they form so many Hydragen groups; 0 = nothing is shared")
+    profiles: Int = Field(3, ge=0, description="steps to profile by kernel, on cuda")
+    rows: Int = Field(64, ge=1, description="synthetic sequences")
+    groups: Int = Field(0, ge=0, description="number of Hydragen groups; 0 = no shared prefixes")
     prefix: Int = Field(704, ge=0, description="tokens that a group shares")
-    own: Int = Field(110, ge=2, description="tokens of a sequence beside them, on average")
+    own: Int = Field(110, ge=2, description="mean tokens of a sequence behind the prefix")
     temperature: Float = Field(0.6, ge=0)
-    plot: str | None = Field(None, description="PNG of the parts against the roofline, on cuda")
+    plot: str | None = Field(None, description="PNG of the parts and the roofline, on cuda")
 
 
 def main() -> None:
@@ -70,7 +72,7 @@ def main() -> None:
     else:
         recorded = RecordedStream(config.record, total)
         if len(recorded) <= config.skip:
-            refuse(f"record={recorded.path}: it has {len(recorded)} plans, which skip={config.skip} leaves none of")
+            refuse(f"record={recorded.path}: it has {len(recorded)} plans, none behind skip={config.skip}")
         total = len(recorded)
         defaults = recorded.defaults()
     flags = read_worker_flags(config.worker_flags, **defaults)
@@ -97,9 +99,9 @@ def main() -> None:
 def run(
     worker: LocalWorker, plans: Iterator[tuple[Plan, int]], config: BenchConfig, total: int, rates: "Rates | None"
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The figures of all windows, and of the steps that were profiled, which are part of none."""
+    """Return the figures of all windows, and those of the profiled steps, which are in no window."""
     feeder, tracker = Feeder(worker.runner, config.in_flight), SizeTracker(worker.runner.limits)
-    # In the middle of as many equal pieces.
+    # The profiled steps are in the middle of equal parts of the stream.
     count = 0 if rates is None else config.profiles
     chosen = {int(step) for step in np.linspace(config.skip, total, 2 * count + 1)[1::2]}
     windows, profiles = Windows(config.window), []
@@ -164,7 +166,7 @@ def _print_part(name: str, part: dict[str, float]) -> None:
 
 
 def _rates(device: str) -> "Rates | None":
-    """Measured before the worker takes the memory; None without a device."""
+    """Measure the rates of the device, before the worker takes its memory. Return None on a CPU."""
     if device == "cpu":
         return None
     import torch
@@ -192,7 +194,7 @@ def _check(made_up: MadeUp, steps: int, worker: LocalWorker) -> None:
 
 
 def plot(profiles: list[dict[str, Any]], target: Path) -> None:
-    """For each profiled step its parts, measured beside the least, as stacked bars."""
+    """Draw the parts of each profiled step as stacked bars, measured and by the roofline."""
     import matplotlib
 
     matplotlib.use("Agg")

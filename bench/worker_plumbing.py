@@ -1,10 +1,10 @@
-"""What it costs to bring plans to a runner and its answers back: ``python -m bench.worker_plumbing [rows=1]
+"""Measure the cost of passing plans to a runner and results back: ``python -m bench.worker_plumbing [rows=1]
 [in_flight=8] [steps=20000] [skip=2000] [step_us=0] [host_us=0]``.
 
-Two processes: a worker's server whose runner does nothing, or takes ``step_us`` as a device does, one step after the
-other, and keeps Python busy for ``host_us`` to launch one; and the scheduler's link with a thread that sends the next
-plan for every answer. Printed: steps a second, and
-processor time for each step in both processes, of the worker also by thread. The last line is one JSON object.
+Runs two processes. One is a worker's server whose runner takes ``host_us`` of Python's time to launch a step, and
+``step_us`` on a simulated device. The other has the scheduler's link and a thread that sends a plan for every result.
+The program prints steps per second, and the CPU time for each step in both processes, for the worker also by thread.
+The last line is one JSON object.
 """
 
 import asyncio
@@ -35,24 +35,24 @@ _PATIENCE_S = 60.0
 
 
 class BenchConfig(Config):
-    """The flags; ``listen`` makes this process the worker."""
+    """The flags. With ``listen``, this process is the worker."""
 
     rows: Int = Field(1, ge=1)
     in_flight: Int = Field(8, ge=1, le=16)
-    steps: Int = Field(20_000, ge=1, description="measured")
-    skip: Int = Field(2_000, ge=1, description="run before those")
-    step_us: Int = Field(0, ge=0, description="time of a step on the pretended device")
+    steps: Int = Field(20_000, ge=1, description="measured steps")
+    skip: Int = Field(2_000, ge=1, description="steps before the measurement")
+    step_us: Int = Field(0, ge=0, description="time of a step on the simulated device")
     host_us: Int = Field(0, ge=0, description="time that launching a step takes")
     listen: str | None = None
 
 
 class Idle:
-    """A runner that works ``host_s`` on each step, and its device ``step_s``, which gives every row token 1."""
+    """A runner whose host takes ``host_s`` for each step, and its device ``step_s``. Every token is 1."""
 
     def __init__(self, rows: int, step_s: float, host_s: float) -> None:
         self.limits = Limits(16, 1024, rows, rows, 1024, 1000, 5)
         self._host_s, self._step_s = host_s, step_s
-        self._free = 0.0  # when the device is through with what it has
+        self._free = 0.0  # time at which the device will be idle
         slots = np.arange(rows)
         self._sampled = Sampled(slots, np.ones_like(slots), np.ones(rows, bool))
 
@@ -79,7 +79,7 @@ class IdleStep:
 
 
 class StepLoop:
-    """Sends a plan for every answer, on a thread of its own, as the scheduler's loop does."""
+    """A thread that sends a plan for every result, as the scheduler's loop does."""
 
     def __init__(self, config: BenchConfig) -> None:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -137,7 +137,7 @@ def main() -> None:
     finally:
         child.send_signal(signal.SIGTERM)
         link.stop()
-    # Among the lines of its log.
+    # The names are among the lines of the worker's log.
     names = json.loads(next(line for line in child.communicate()[0].splitlines() if line.startswith("{")))
     threads = {}
     for thread, us in figures.pop("threads").items():
@@ -165,12 +165,12 @@ def _measure(config: BenchConfig, loop: StepLoop, worker: psutil.Process) -> dic
 
 
 def _threads(process: psutil.Process) -> dict[int, float]:
-    """Processor seconds by thread."""
+    """Return CPU seconds by thread."""
     return {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
 
 
 async def _serve(config: BenchConfig) -> None:
-    """The worker's process; prints the names of its threads in the end."""
+    """Run the worker, and print the names of its threads at the end."""
     from services.worker.boot.common import Booted
     from services.worker.server import serve
 
@@ -182,7 +182,7 @@ async def _serve(config: BenchConfig) -> None:
 
 def _tell_threads() -> None:
     names = json.dumps({thread.native_id: thread.name for thread in threading.enumerate()})
-    sys.stdout.write(f"\n{names}\n")  # at once: other threads write to the log
+    sys.stdout.write(f"\n{names}\n")  # one write, because other threads write to the log
     sys.stdout.flush()
 
 

@@ -1,16 +1,16 @@
-"""Time of one decode step, in this process, against transformers on the same model in the same run.
+"""Measure the time of a decode step in this process, and that of transformers with the same model.
 
 ``python -m bench.worker_step [model=builtin] [threads=2] [steps=30] [rounds=3] [batches=1,16,64,256] [contexts=64,256]
 [compare_batch=64] [temperature=0]``
 
-Both sides decode greedily from a full cache; each round measures both, and the fastest round counts, since other work
-on the machine only ever adds time. The last line printed is one JSON object.
+Both decode greedily from a full cache. Each round measures both. The fastest round counts, since other work on the
+machine can only add time. The last line is one JSON object.
 """
 
 import os
 import time
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the worker's own process
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in the worker's process
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ NONE = np.empty(0, np.int64)
 
 
 class BenchConfig(Config):
-    """The flags; ``compare_batch`` is the batch that transformers runs too."""
+    """The flags. ``compare_batch`` is the batch size that transformers also runs."""
 
     model: str = "builtin"
     threads: Int = Field(2, ge=1)
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def decode_ms(runner: StepRunner, batch: int, context: int, steps: int, temperature: float) -> float:
-    """Mean milliseconds of a step for ``batch`` sequences that have ``context`` tokens at the start."""
+    """Return the mean milliseconds of a step of ``batch`` sequences with ``context`` tokens at the start."""
     torch.set_num_threads(1)  # the runner has threads of its own
     runner.reset()
     pages = -(-(context + steps + 1) // runner.limits.page_size)
@@ -100,7 +100,7 @@ def decode_ms(runner: StepRunner, batch: int, context: int, steps: int, temperat
 
 @torch.inference_mode()
 def transformers_ms(model: torch.nn.Module, batch: int, context: int, steps: int, threads: int) -> float:
-    """The same through ``model(..., past_key_values=...)`` and argmax: no more than generate() must do."""
+    """Return the milliseconds of ``model(..., past_key_values=...)`` and argmax, the least work of ``generate``."""
     torch.set_num_threads(threads)
     token_ids = (torch.arange(context) % model.config.vocab_size).expand(batch, -1)
     output = model(token_ids, use_cache=True, logits_to_keep=1)

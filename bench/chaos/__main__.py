@@ -1,14 +1,15 @@
-"""A verified load under fire: ``make chaos seconds=600 streams=200``, or ``python -m bench.chaos``.
+"""Verify answers under faults: ``make chaos seconds=600 streams=200``, or ``python -m bench.chaos``.
 
-Two gateways, two schedulers and two workers, each a process of its own that is started again when it has ended. Clients
-ask questions whose answers are known: greedy ones, and ones with seeds, which the same deployment answered in peace.
-Meanwhile services are killed, asked to end, stopped, and cut off from each other, at times and in an order that
-``seed`` decides. A client whose gateway is lost asks another one, and that is a retry; whatever else it notices is a
-request lost, duplicated, wrong or hanging. Recovery: from a fault until every stream that was open then has moved on.
+Runs two gateways, two schedulers and two workers as processes, which are restarted when they exit. Clients send
+requests whose answers are known: greedy requests and requests with seeds, which the same deployment answered before the
+faults. Meanwhile services are killed, terminated, stopped and disconnected from each other. ``seed`` determines the
+times and the order. A client that loses its gateway retries at another one. Every other difference counts as a request
+that is lost, duplicated, wrong or hanging. Recovery is the time from a fault until every stream that was open at that
+time has progressed.
 
-The story of each request that went wrong is kept with the logs. The last line is one JSON object; exit status 1 when
-anything was lost, duplicated, wrong, or hung, when a service crashed, did not end when it was asked to, or broke the
-contract, when something still runs at the end, or when fewer faults struck than were asked for.
+The report of each failed request is kept with the logs. The last line is one JSON object. The exit status is 1 if a
+request was lost, duplicated, wrong or hanging, if a service crashed, did not terminate or broke the contract, if a
+sequence still runs at the end, or if fewer faults occurred than were requested.
 """
 
 import asyncio
@@ -44,7 +45,7 @@ def main() -> None:
 
 
 async def measure(config: ChaosConfig, directory: Path) -> dict[str, Any]:
-    """A deployment of our own under the whole schedule."""
+    """Run a deployment under all scheduled faults."""
     with cluster(config, directory) as (running, links), contextlib.ExitStack() as watched:
         keeping = asyncio.create_task(running.keep())
         try:

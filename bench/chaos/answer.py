@@ -1,4 +1,4 @@
-"""What came back for a request, and whether it is what should have come."""
+"""The answer to a request, and its comparison with the expected answer."""
 
 import json
 import math
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Kind = Literal["lost", "duplicated", "wrong", "hang"]
-# A log-probability in float32, whatever shared the batch with its token.
+# Tolerance of a log-probability in float32, which depends slightly on the other rows of the batch.
 _LOGPROB_TOLERANCE = 5e-3
 _SHOWN = 60
 _DEPARTED = "the gateway is shutting down; send the request again"
 
 
 class Defect(Exception):
-    """An answer is not what it should be. Raised while it is read or compared."""
+    """An answer differs from the expected one. Raised while it is read or compared."""
 
     def __init__(self, kind: Kind, reason: str) -> None:
         super().__init__(f"{kind}: {reason}")
@@ -22,35 +22,35 @@ class Defect(Exception):
 
 
 class Departed(Defect):
-    """A gateway that is being ended says so, and that the request may be sent again: no defect while that is true."""
+    """A gateway reports that it is shutting down. This is no defect if the gateway really is."""
 
 
 def failed(told: str) -> Defect:
-    """For an error in the place of an answer, or in its middle."""
+    """Return the defect for an error message instead of an answer, or within one."""
     return (Departed if _DEPARTED in told else Defect)("lost", told)
 
 
 @dataclass
 class Choice:
-    """One sample, as far as it has come."""
+    """A sample, possibly incomplete."""
 
     text: str = ""
     finish: str | None = None
-    tokens: list[str] = field(default_factory=list)  # with log-probabilities only, as the two below
+    tokens: list[str] = field(default_factory=list)  # only if log-probabilities are requested, as the next two
     logprobs: list[float] = field(default_factory=list)
-    alternatives: list[int] = field(default_factory=list)  # how many at each token
+    alternatives: list[int] = field(default_factory=list)  # number of alternatives at each token
 
 
 @dataclass
 class Answer:
-    """Of one request, streamed or not: the same either way."""
+    """The answer to a request, which is the same whether it is streamed or not."""
 
     choices: dict[int, Choice] = field(default_factory=dict)
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
     def add(self, document: dict[str, Any]) -> None:
-        """A whole answer, or one chunk."""
+        """Add a whole answer, or a chunk."""
         if "error" in document:
             raise failed(f"an error: {document['error']}")
         for part in document["choices"]:
@@ -81,7 +81,7 @@ class Answer:
 
 
 class Stream:
-    """The events of a streamed answer, as bytes come in."""
+    """A parser of the events of a streamed answer."""
 
     def __init__(self) -> None:
         self.answer = Answer()
@@ -90,7 +90,7 @@ class Stream:
         self._done = False
 
     def feed(self, data: bytes) -> int:
-        """Returns how many events were complete."""
+        """Add bytes. Return the number of events that they complete."""
         count = 0
         for event in self._events(data):
             count += 1
@@ -113,7 +113,7 @@ class Stream:
             raise Defect("wrong", f"no event ({error!r}): {event[:500]!r}") from error
 
     def end(self) -> Answer:
-        """The connection ended in good order."""
+        """Return the answer after the connection was closed. Raises ``Defect`` if it is incomplete."""
         if not self._done:
             raise Defect("lost", "the stream ended without [DONE]")
         return self.answer
@@ -126,7 +126,7 @@ class Stream:
 
 
 def check(expected: Answer, got: Answer) -> None:
-    """Raises ``Defect`` for the first thing in which ``got`` is not ``expected``."""
+    """Raise ``Defect`` for the first difference between ``got`` and ``expected``."""
     if expected.choices.keys() != got.choices.keys():
         raise Defect("lost", f"choices {sorted(got.choices)} instead of {sorted(expected.choices)}")
     for index, right in expected.choices.items():
@@ -145,7 +145,7 @@ def check(expected: Answer, got: Answer) -> None:
 
 
 def check_beginning(expected: Answer, got: Answer) -> None:
-    """The same for an answer that broke off."""
+    """Raise ``Defect`` if the incomplete answer ``got`` is not the beginning of ``expected``."""
     for index, choice in got.choices.items():
         right = expected.choices.get(index, Choice()).text
         _check_text(index, right[: len(choice.text)], choice.text)
@@ -160,7 +160,7 @@ def _check_text(index: int, right: str, text: str) -> None:
 
 
 def _difference(right: str, text: str) -> Kind:
-    """Duplicated: a piece comes twice; lost: a piece is missing; else wrong."""
+    """Return ``duplicated`` if a part occurs twice, ``lost`` if a part is missing, and ``wrong`` otherwise."""
     missing = len(right) - len(text)
     shorter, longer = (text, right) if missing > 0 else (right, text)
     begin = next((n for n, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(shorter))

@@ -1,5 +1,7 @@
-"""Those who ask: each goes from one question to the next, holds every answer against the right one, and where a
-gateway is lost goes to another, as a client of a load balancer does."""
+"""Clients that send one question after the other and compare each answer with the expected one.
+
+A client that loses its gateway retries at another one, like a client of a load balancer.
+"""
 
 import asyncio
 import random
@@ -17,14 +19,14 @@ from bench.chaos.tally import Story, Tally
 from bench.chaos.weather import Weather
 
 _RETRY_AFTER_S = 0.2
-# Of all questions, so many go to the replica with least work, and not to where their prefix is cached: one that was
-# started anew shall have something to lose again.
+# Share of questions that go to the replica with the least work instead of the one with a cached prefix, so that a
+# replica that has restarted receives work.
 _SALTED = 0.3
 
 
 @dataclass
 class Attempt:
-    """At one gateway."""
+    """An attempt at one gateway."""
 
     gateway: str
     begin: float
@@ -34,7 +36,7 @@ class Attempt:
 
 @dataclass
 class _Asked:
-    """One question of one client until it is answered."""
+    """A question of a client with all attempts."""
 
     number: str
     question: Question
@@ -43,8 +45,10 @@ class _Asked:
 
 
 class Clients:
-    """``count`` of them, on the program's event loop. ``gateways``: base URLs by name. ``streamed``:
-    share of what they ask."""
+    """``count`` clients on the program's event loop.
+
+    ``gateways``: base URLs by name. ``streamed``: share of requests that are streamed.
+    """
 
     def __init__(
         self,
@@ -67,7 +71,7 @@ class Clients:
         self._chances = [random.Random(f"{seed} {number}") for number in range(count)]
 
     async def run(self, over: Callable[[], bool]) -> None:
-        """Until ``over``; what was asked before is still answered."""
+        """Run until ``over`` is true and all questions are answered."""
         async with http_client(2 * len(self._chances) + 10) as http:
             await asyncio.gather(*(self._client(http, number, over) for number in range(len(self._chances))))
 
@@ -94,7 +98,7 @@ class Clients:
                 ask.progress()
 
     async def _ask(self, http: httpx.AsyncClient, asked: _Asked, gateway: str, streamed: bool, ask: Ask) -> Answer:
-        """The right answer, whatever number of gateways is lost meanwhile; raises ``Defect``."""
+        """Return the right answer, after any number of retries at lost gateways. Raises ``Defect``."""
         question = asked.question
         try:
             async with asyncio.timeout(self._hang_s) as limit:
@@ -114,9 +118,7 @@ class Clients:
                     except (httpx.TransportError, Departed) as error:
                         attempt.trouble = f"{error!r} after {time.monotonic() - attempt.begin:.1f} s"
                         if not self._weather.excuses(gateway, attempt.begin):
-                            raise Defect(
-                                "lost", f"{gateway} broke the connection, and nobody had touched it"
-                            ) from error
+                            raise Defect("lost", f"{gateway} broke the connection without a fault") from error
                         if attempt.got is not None:
                             check_beginning(question.right, attempt.got)
                     self._tally.retries += 1
@@ -124,12 +126,12 @@ class Clients:
                     others = [name for name in self._gateways if name != gateway]
                     gateway = others[len(asked.attempts) % len(others)] if others else gateway
         except TimeoutError:
-            raise Defect("hang", f"nothing came for {self._hang_s:.0f} s") from None
+            raise Defect("hang", f"no progress for {self._hang_s:.0f} s") from None
 
     async def _try(
         self, http: httpx.AsyncClient, question: Question, attempt: Attempt, progress: Callable[[], None] | None
     ) -> None:
-        """``progress``: of a stream; None = it is no stream."""
+        """Send ``question`` to a gateway. ``progress`` is called for events of a stream; None = do not stream."""
         url = self._gateways[attempt.gateway]
         if progress is None:
             attempt.got = await ask_whole(http, url, question)
@@ -156,9 +158,9 @@ class Clients:
 
 
 async def learn_answers(gateways: Mapping[str, str], questions: Sequence[Question]) -> list[Question]:
-    """The questions with their right answers: those that a deployment in peace gives twice, whole and streamed.
+    """Return the questions with the right answers, which a deployment without faults gives whole and streamed.
 
-    Raises ``RuntimeError`` where it says this once and that the other time.
+    Raises ``RuntimeError`` if the two answers differ.
     """
     urls = list(gateways.values())
     room = asyncio.Semaphore(8)
@@ -173,7 +175,7 @@ async def learn_answers(gateways: Mapping[str, str], questions: Sequence[Questio
             try:
                 check(right, again)
             except Defect as defect:
-                raise RuntimeError(f"in peace, two answers to {question.body} differ: {defect}") from defect
+                raise RuntimeError(f"without faults, two answers to {question.body} differ: {defect}") from defect
             return replace(question, right=right)
 
         return await asyncio.gather(*map(learn, questions))

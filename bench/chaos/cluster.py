@@ -1,4 +1,4 @@
-"""A deployment as an orchestrator runs it: each service a process of its own, started again whenever it has ended."""
+"""A deployment as an orchestrator runs it: each service is a process that is restarted when it exits."""
 
 import asyncio
 import signal
@@ -21,24 +21,24 @@ from services.common.flags import FlagError
 from tests.gateway.deployment import Process
 
 _LOOK_S = 0.05
-_RESTART_S = 0.5  # after an end
+_RESTART_S = 0.5  # delay of a restart
 _START_S = 300.0
 _ANSWER_S = 5.0
-_ENDS_ALLOWED = 3  # while it starts
+_ENDS_ALLOWED = 3  # exits of services during the start
 _MODULES = {"gateway": "services.gateway", "scheduler": "services.scheduler", "worker": "services.worker"}
 _FAKE_WORKER = "tests.fakes.worker"
 _CONFIGS = {"gateway": GatewayConfig, "scheduler": SchedulerConfig, "worker": WorkerConfig}
 
 
 class Cluster:
-    """Made by ``cluster``. Runs on the program's event loop."""
+    """The processes of a deployment, made by ``cluster``. Used on the program's event loop."""
 
     def __init__(self, config: ClusterConfig, directory: Path, wires: Network, names: dict[str, list[str]]) -> None:
         self.names = names  # by role
         self.directory = directory
         self.network = wires
-        self.crashes: Counter[str] = Counter()  # ends that nobody had caused, by service and exit status
-        self._due: dict[str, float] = {}  # services whose end is no wonder, until when
+        self.crashes: Counter[str] = Counter()  # unexpected exits by service and exit status
+        self._due: dict[str, float] = {}  # times until which an exit of a service is expected
         self._kept = True
         flags = _service_flags(config)
         self.processes = {
@@ -55,7 +55,7 @@ class Cluster:
 
     @property
     def urls(self) -> dict[str, str]:
-        """Of the gateways, for this program."""
+        """URLs of the gateways for this program, by name."""
         port = self.network.ports["gateway"]
         return {name: f"http://{self.network.reach(name, OUTSIDE)}:{port}" for name in self.names["gateway"]}
 
@@ -63,11 +63,11 @@ class Cluster:
         return [self.processes[name].pid for name in self.names[role]]
 
     def expect_end(self, name: str, seconds: float = 60.0) -> None:
-        """It may end within so many seconds, and that is no crash."""
+        """Do not count an exit of ``name`` within ``seconds`` as a crash."""
         self._due[name] = time.monotonic() + seconds
 
     async def keep(self) -> None:
-        """Start again what has ended, for ever."""
+        """Restart exited services, for ever."""
         ended: dict[str, float] = {}
         while True:
             now = time.monotonic()
@@ -84,22 +84,22 @@ class Cluster:
             await asyncio.sleep(_LOOK_S)
 
     async def wait_ready(self) -> None:
-        """Until every gateway has every replica. Raises ``RuntimeError``."""
+        """Wait until every gateway is connected to every replica. Raises ``RuntimeError`` on failure."""
         ends = self.crashes.total()
 
         async def all_have_all() -> bool:
             if self.crashes.total() > ends + _ENDS_ALLOWED:
-                raise RuntimeError(f"services end by themselves: {dict(self.crashes)}; logs are in {self.directory}")
+                raise RuntimeError(f"services exit unexpectedly: {dict(self.crashes)}; logs are in {self.directory}")
             return all([await self._has_all(name) for name in self.names["gateway"]])
 
         try:
             async with asyncio.timeout(_START_S):
                 await _until(all_have_all)
         except TimeoutError:
-            raise RuntimeError(f"a gateway has not all of its replicas; logs are in {self.directory}") from None
+            raise RuntimeError(f"a gateway is not connected to all replicas; logs are in {self.directory}") from None
 
     async def runs(self, name: str) -> None:
-        """Until there is such a process."""
+        """Wait until the process ``name`` runs."""
 
         async def running() -> bool:
             return self.processes[name].running
@@ -107,7 +107,7 @@ class Cluster:
         await _until(running)
 
     async def answers(self, gateway: str) -> None:
-        """Until it does."""
+        """Wait until ``gateway`` answers."""
 
         async def answered() -> bool:
             return await self.get(gateway, "/health") is not None
@@ -119,11 +119,11 @@ class Cluster:
         return answer is not None and all(replica["ready"] for replica in answer.json()["replicas"])
 
     async def get(self, gateway: str, path: str) -> httpx.Response | None:
-        """None: it does not answer."""
+        """Return the response of ``gateway``, or None if it does not answer."""
         if not self.processes[gateway].running:
             return None
         try:
-            # No TLS here, and reading all authorities each time would hold up everybody.
+            # Without TLS. Loading certificate authorities each time would block the event loop.
             async with httpx.AsyncClient(trust_env=False, timeout=_ANSWER_S, verify=False) as http:
                 return await http.get(self.urls[gateway] + path)
         except httpx.TransportError:
@@ -137,11 +137,11 @@ class Cluster:
             for name in self.names[role]:
                 try:
                     self.processes[name].stop()
-                except subprocess.TimeoutExpired:  # it was killed
+                except subprocess.TimeoutExpired:  # the process was killed
                     self.crashes[f"{name} did not end"] += 1
 
     def violations(self) -> list[str]:
-        """What fake workers say of plans that broke the contract."""
+        """Return the log lines of fake workers about plans that broke the contract."""
         logs = ((name, self.directory / f"{name}.log") for name in self.names["worker"])
         return [
             f"{name}: {line}"
@@ -166,11 +166,11 @@ class Cluster:
         if config.worker == "fake":
             sizes = {"page_count": 4096, "max_tokens_per_step": 2048, "max_slots": 512, "eos_every": 60}
             return {"listen": listen, "step_ms": config.step_ms, **sizes}
-        # Answers are compared: in float32 what shares a batch with a request does not change its answer.
-        # Steps are short: whatever shares the machine, none takes as long as a step_deadline of some seconds.
+        # Answers are compared: in float32, other rows of a batch do not change an answer.
+        # Steps are short, so that none exceeds a step_deadline of some seconds even on a busy machine.
         sizes = {"dtype": "float32", "kv_cache_num_tokens": 64 * 1024, "max_seqs_per_forward": 512,
                  "max_tokens_per_forward": 512}  # fmt: skip
-        # Namespaces are a private network.
+        # Namespaces are a private network, which needs no TLS.
         sizes |= {"insecure_worker": "T"} if is_public(listen) else {}
         return {"worker_listen": listen, "device": "cpu", "torch_num_threads": 1, "dp_rank": number, **sizes}
 
@@ -183,7 +183,7 @@ async def _until(holds: Callable[[], Awaitable[bool]]) -> None:
 
 
 def _service_flags(config: ClusterConfig) -> dict[str, dict[str, str]]:
-    """Those of ``flags`` that each role has."""
+    """Return the part of ``flags`` that each role has."""
     given = dict(flag.partition("=")[::2] for flag in config.flags)
     for name in given:
         if not any(name in kind.model_fields for kind in _CONFIGS.values()):
@@ -196,7 +196,7 @@ def _service_flags(config: ClusterConfig) -> dict[str, dict[str, str]]:
 
 @contextmanager
 def cluster(config: ClusterConfig, directory: Path) -> Iterator[tuple[Cluster, list[Link]]]:
-    """The services, of which some may still be starting, and who is linked to whom."""
+    """Start the services, and yield them with the links between them. Some may still be starting."""
     names = {
         "gateway": [f"gateway-{number}" for number in range(config.gateways)],
         "scheduler": [f"scheduler-{number}" for number in range(config.replicas)],

@@ -1,4 +1,4 @@
-"""One request and its answer over HTTP."""
+"""The exchange of a request and its answer over HTTP."""
 
 import json
 import socket
@@ -12,7 +12,7 @@ from bench.chaos.answer import Answer, Defect, Stream, failed
 from bench.chaos.questions import Question
 
 _CONNECT_S = 30.0
-# A peer that is gone without a word, such as one that was started anew behind a partition, is found after so long.
+# Time after which a peer without a sign of life counts as lost, such as a gateway that restarted behind a partition.
 _PEER_GONE_S = 30
 _OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -24,8 +24,10 @@ _OPTIONS = [
 
 
 class _Transport(httpx.AsyncHTTPTransport):
-    """httpx's pool closes connections that were idle for long, now and then one that it has just given to a request
-    (httpcore 1.0). That is no server's doing: the request is sent again."""
+    """A transport that repeats requests which httpx itself fails.
+
+    Its pool closes idle connections, and may close a connection just after assigning it to a request (httpcore 1.0).
+    """
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         while True:
@@ -37,14 +39,14 @@ class _Transport(httpx.AsyncHTTPTransport):
 
 
 def http_client(connections: int) -> httpx.AsyncClient:
-    """Without a limit of time for answers: whoever asks has one of its own."""
+    """Return a client without a timeout for answers, since callers have their own timeouts."""
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
     transport = _Transport(limits=limits, socket_options=_OPTIONS)
     return httpx.AsyncClient(transport=transport, trust_env=False, timeout=httpx.Timeout(None, connect=_CONNECT_S))
 
 
 async def ask_whole(http: httpx.AsyncClient, url: str, question: Question) -> Answer:
-    """Raises ``Defect``, or ``httpx.TransportError`` when the connection breaks."""
+    """Return the answer without streaming. Raises ``Defect``, or ``httpx.TransportError`` if the connection breaks."""
     response = await http.post(url + question.path, json=question.body)
     if response.status_code != httpx.codes.OK:
         raise _refused(response.status_code, response.content)
@@ -52,7 +54,7 @@ async def ask_whole(http: httpx.AsyncClient, url: str, question: Question) -> An
 
 
 def read(content: bytes) -> Answer:
-    """A whole answer."""
+    """Parse a whole answer."""
     answer = Answer()
     try:
         answer.add(json.loads(content))
@@ -64,7 +66,10 @@ def read(content: bytes) -> Answer:
 async def ask_stream(
     http: httpx.AsyncClient, url: str, question: Question, stream: Stream, progress: Callable[[], Any]
 ) -> Answer:
-    """As ``ask_whole``; ``stream`` keeps what has come, and ``progress`` is called whenever events have."""
+    """Return the streamed answer. ``stream`` keeps the events, and ``progress`` is called after new ones.
+
+    Raises the errors of ``ask_whole``.
+    """
     body = question.body | {"stream": True, "stream_options": {"include_usage": True}}
     async with http.stream("POST", url + question.path, json=body) as response:
         if response.status_code != httpx.codes.OK:

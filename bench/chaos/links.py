@@ -1,7 +1,7 @@
-"""Faults of the bytes on each link: ``python -m bench.chaos.links [links=...] [faults=...] [seconds=1,10]``.
+"""Damage the bytes on each link: ``python -m bench.chaos.links [links=...] [faults=...] [seconds=1,10]``.
 
-For each link, a deployment of its own whose link goes through ``bench.chaos.proxy``: client and gateway, gateway and
-scheduler, scheduler and worker. With ``links=gateway-store store_url=postgresql://user@host/database``, the link of the
+Runs a deployment for each link, which goes through ``bench.chaos.proxy``: client and gateway, gateway and scheduler,
+scheduler and worker. With ``links=gateway-store store_url=postgresql://user@host/database``, the link of the
 gateway to PostgreSQL (SQLite is a file, which has no link). While requests with known answers run, the proxy damages
 the link for each number of ``seconds`` and heals it. ``ready_s`` is the time from then until a request is answered
 correctly again.
@@ -48,11 +48,11 @@ class LinksConfig(Config):
 
     links: Strings = Field(LINKS, min_length=1)
     faults: Strings = Field(FAULTS, min_length=1)
-    seconds: Ints = Field((1, 10), min_length=1, description="how long each fault lasts")
+    seconds: Ints = Field((1, 10), min_length=1, description="durations of each fault")
     store_url: str | None = Field(None, description=f"a PostgreSQL database for tests, for the link {STORE}")
-    clients: Int = Field(4, ge=1, description="that ask one question after the other, at each link")
-    seed: Int = Field(1, description="of the damage")
-    directory: str | None = Field(None, description="for logs; default: a temporary one")
+    clients: Int = Field(4, ge=1, description="clients for each link, which send one request after the other")
+    seed: Int = Field(1, description="seed of the damage")
+    directory: str | None = Field(None, description="directory for logs; default: a temporary one")
 
     @field_validator("links", "faults")
     @classmethod
@@ -80,7 +80,7 @@ class Link:
         self._tokenizer = Tokenizer.load("builtin")
 
     async def ask(self) -> str:
-        """Return what one request ended as: right, wrong, error or hang."""
+        """Return the outcome of a request: right, wrong, error or hang."""
         try:
             async with asyncio.timeout(_DEADLINE_S):
                 return await (self._ask_for_a_stored_response() if self.name == STORE else self._ask())
@@ -110,7 +110,7 @@ class Link:
         return "right" if read.json()["output"] == made.json()["output"] else "wrong"
 
     async def suffer(self, fault: Fault, seconds: float, clients: int) -> dict[str, Any]:
-        """Strike, heal, and measure."""
+        """Begin ``fault``, end it after ``seconds``, and measure."""
         ends: Counter[str] = Counter()
         over = False
 
@@ -171,7 +171,7 @@ async def proxied(name: str, directory: Path, config: LinksConfig) -> AsyncItera
     url = f"http://{at}" if name == "client-gateway" else deployment.url
     try:
         await asyncio.to_thread(deployment.wait_ready)
-        # A connection that serves no more is noticed by its client alone: by the time limit of its user.
+        # Only the timeout of a client detects a connection that is open and carries no bytes.
         async with httpx.AsyncClient(timeout=5.0 if url != deployment.url else _DEADLINE_S) as http:
             link = Link(name, deployment, url, proxy, http)
             # A gateway is ready before its store is open.

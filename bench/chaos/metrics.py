@@ -1,4 +1,4 @@
-"""What gateways say in ``/metrics`` of themselves and of their schedulers."""
+"""Figures from the ``/metrics`` of the gateways."""
 
 import asyncio
 import time
@@ -15,8 +15,10 @@ _FAILOVERS = ("toka_failovers_total",)
 
 
 async def left_running(cluster: Cluster) -> int:
-    """Sequences that schedulers still have, after some patience, though nobody asks any more: such as an orphan of a
-    session that was lost."""
+    """Return the sequences that still run after all clients have ended, such as those of a lost session.
+
+    Waits some time for them to end.
+    """
     gateway, give_up_at = cluster.names["gateway"][0], time.monotonic() + _PATIENCE_S
     while True:
         count = await _sum(cluster, gateway, _SEQUENCES)
@@ -26,8 +28,7 @@ async def left_running(cluster: Cluster) -> int:
 
 
 class Failovers:
-    """Samples that gateways sent to a scheduler again, counted while they live: a gateway that is killed takes what it
-    counted last with it."""
+    """The number of failovers of samples. It is read regularly, because a gateway that is killed loses its counts."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.total = 0
@@ -35,7 +36,7 @@ class Failovers:
         self._last = dict.fromkeys(cluster.names["gateway"], (0, 0.0))  # pid, count
 
     async def watch(self) -> None:
-        """For ever."""
+        """Read the counts regularly, for ever."""
         while True:
             await self.look()
             await asyncio.sleep(_EVERY_S)
@@ -50,7 +51,7 @@ class Failovers:
 
 
 async def _sum(cluster: Cluster, gateway: str, names: Collection[str]) -> float | None:
-    """Of metrics over their labels; None: the gateway does not answer."""
+    """Return the sum of metrics over their labels, or None if the gateway does not answer."""
     answer = await cluster.get(gateway, "/metrics")
     if answer is None:
         return None

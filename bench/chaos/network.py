@@ -1,7 +1,7 @@
-"""Who reaches whom: every service in a network namespace of its own, and a bridge for every pair that talks.
+"""The network of the services: a network namespace for each service, and a bridge for each link.
 
-A bridge that is down forwards nothing and tells nobody: both ends go on to believe in a network, as in a real
-partition. Where namespaces cannot be made all services are on loopback, and there are no partitions.
+A bridge that is down drops all packets without an error at either end, as in a real partition. If namespaces cannot be
+made, all services use loopback, and there are no partitions.
 """
 
 import contextlib
@@ -13,43 +13,45 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-OUTSIDE = "client"  # this program, which is in no namespace of its own
+OUTSIDE = "client"  # this program, which is in the namespace of the host
 PORTS = {"gateway": 10210, "scheduler": 10310, "worker": 10410}
 _SUBNETS = ipaddress.ip_network("198.18.0.0/15")  # for benchmarks (RFC 2544)
 
 
 class Link(NamedTuple):
-    """Two that talk."""
+    """Two services that are connected."""
 
     one: str
     other: str
 
 
 class Network(Protocol):
-    """Where services run and how they reach each other."""
+    """The hosts of services, and the connections between them."""
 
-    partitions: str  # "on", or why there are none
+    partitions: str  # "on", or the reason why there are none
     ports: dict[str, int]  # by role
 
     def within(self, name: str) -> Sequence[str]:
-        """What starts a program where ``name`` runs."""
+        """Return the command prefix that starts a program at the service ``name``."""
 
     def host(self, name: str) -> str:
-        """Where ``name`` listens."""
+        """Return the address on which ``name`` listens."""
 
     def reach(self, name: str, seen_from: str) -> str:
-        """The host of ``name`` for ``seen_from``."""
+        """Return the address at which ``seen_from`` reaches ``name``."""
 
     def cut(self, link: Link) -> None:
-        """Let nothing through any more."""
+        """Begin to drop all packets of ``link``."""
 
     def heal(self, link: Link) -> None:
-        """Let everything through again."""
+        """Forward the packets of ``link`` again."""
 
 
 class Loopback:
-    """An address for each service, and ports that systems do not give to clients: what was its own stays its own
-    between two starts."""
+    """A network on loopback, with an address for each service.
+
+    Ports are outside the range for outgoing connections, so that a port stays free while its service restarts.
+    """
 
     def __init__(self, names: Sequence[str], reason: str) -> None:
         self.partitions = f"skipped: {reason}"
@@ -67,13 +69,13 @@ class Loopback:
         return self._hosts[name]
 
     def cut(self, link: Link) -> None:
-        raise RuntimeError(f"{link.one} and {link.other} cannot be parted: {self.partitions}")
+        raise RuntimeError(f"{link.one} and {link.other} cannot be disconnected: {self.partitions}")
 
     heal = cut
 
 
 class Namespaces:
-    """Made by ``namespaces``, which also removes them."""
+    """A network of namespaces and bridges."""
 
     partitions = "on"
     ports = PORTS
@@ -82,7 +84,7 @@ class Namespaces:
         self._prefix = f"tk{os.getpid()}"
         self._names = [name for name in names if name != OUTSIDE]
         self._links = list(links)
-        self._addresses: dict[tuple[str, str], str] = {}  # (whose, seen from)
+        self._addresses: dict[tuple[str, str], str] = {}  # (service, seen from)
 
     def within(self, name: str) -> Sequence[str]:
         return ("ip", "netns", "exec", self._namespace(name))
@@ -100,7 +102,7 @@ class Namespaces:
         _ip("link", "set", self._bridge(link), "up")
 
     def make(self) -> None:
-        """Raises ``RuntimeError`` where that is not allowed."""
+        """Create the namespaces and bridges. Raises ``RuntimeError`` if that is not permitted."""
         for name in self._names:
             _ip("netns", "add", self._namespace(name))
             _ip("-n", self._namespace(name), "link", "set", "lo", "up")
@@ -114,7 +116,7 @@ class Namespaces:
                 self._plug(link, name, self._outlet(link, end), address)
 
     def remove(self) -> None:
-        """Whatever of it there is."""
+        """Remove the namespaces and bridges that exist."""
         for link in self._links:
             # With an end goes its other one, which sockets that linger could keep for long.
             for device in (self._bridge(link), self._outlet(link, 0), self._outlet(link, 1)):
@@ -125,7 +127,7 @@ class Namespaces:
                 _ip("netns", "del", self._namespace(name))
 
     def _plug(self, link: Link, name: str, device: str, address: str) -> None:
-        """A cable from the link's bridge to ``name``."""
+        """Connect ``name`` to the bridge of ``link``."""
         inner = f"{self._prefix}i{self._links.index(link)}"
         if name == OUTSIDE:
             where: tuple[str, ...] = ()
@@ -142,7 +144,7 @@ class Namespaces:
         return f"{self._prefix}-{name}"
 
     def _outlet(self, link: Link, end: int) -> str:
-        """The device at the bridge that leads to one of the two."""
+        """Return the device at the bridge for one of the two ends."""
         return f"{self._prefix}{'ab'[end]}{self._links.index(link)}"
 
     def _bridge(self, link: Link) -> str:
@@ -151,7 +153,7 @@ class Namespaces:
 
 @contextlib.contextmanager
 def network(names: Sequence[str], links: Sequence[Link], netns: str) -> Iterator[Network]:
-    """``netns``: T = namespaces or ``RuntimeError``, F = loopback, auto = namespaces where they can be made."""
+    """Yield the network. ``netns``: T = namespaces or ``RuntimeError``, F = loopback, auto = namespaces if possible."""
     if (reason := _obstacle(netns)) is None:
         made = Namespaces(names, links)
         try:
@@ -172,11 +174,11 @@ def network(names: Sequence[str], links: Sequence[Link], netns: str) -> Iterator
 
 
 def _obstacle(netns: str) -> str | None:
-    """Why there are no namespaces; None = try."""
+    """Return the reason why namespaces cannot be used, or None."""
     if netns == "F":
         return "netns=F"
     if os.geteuid() != 0:
-        return "network namespaces are root's"
+        return "network namespaces require root"
     if shutil.which("ip") is None:
         return "there is no ip command (Debian's iproute2)"
     return None

@@ -11,7 +11,7 @@ Fault = Literal["stall", "one_way", "half_close", "halve", "drop", "garble", "we
 stall: bytes are held in both directions and forwarded after the fault. one_way: the same, for replies only.
 half_close: the direction of replies is closed, the other one stays open. halve: the second half of each chunk is lost.
 drop: every second chunk on average is lost. garble: bytes are replaced by random ones, at least one of each chunk.
-wedge: the connections of the fault's begin stay open and carry nothing any more, not even after the fault.
+wedge: connections that are open when the fault begins stay open, and carry no bytes even after the fault.
 """
 FAULTS: tuple[Fault, ...] = get_args(Fault)
 SILENT: tuple[Fault, ...] = ("halve", "drop", "garble")
@@ -33,7 +33,7 @@ class Proxy:
         self._healed = asyncio.Event()
         self._healed.set()
         self._replies: set[asyncio.StreamWriter] = set()  # to the clients of open connections
-        self._wedged: set[asyncio.StreamWriter] = set()  # of them, those that carry nothing any more
+        self._wedged: set[asyncio.StreamWriter] = set()  # those of them that carry no more bytes
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -62,7 +62,7 @@ class Proxy:
             self._wedged |= self._replies
 
     def heal(self) -> None:
-        """Forward all bytes as they are. What was lost or closed stays so."""
+        """Forward all bytes unchanged from now on. Lost bytes and closed connections are not restored."""
         self._fault = None
         self._healed.set()
 

@@ -1,4 +1,4 @@
-"""The requests that are asked over and over. Each has one right answer: it is greedy, or its seed is given."""
+"""The requests of the clients. Each is greedy or has a seed, so there is one right answer."""
 
 import random
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ _LENGTHS = (4, 8, 16, 32, 64)
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A request without ``stream``, which changes nothing in its answer."""
+    """A request, without ``stream``, which does not change the answer."""
 
     number: int
     path: str
@@ -33,7 +33,7 @@ class Question:
 
 
 def make_questions(count: int, seed: int) -> list[Question]:
-    """The same for the same arguments."""
+    """Return ``count`` questions, which depend only on the arguments."""
     chance = random.Random(seed)
     problems = read_problems()
     long_prompts = few_shot_prompts(problems, count)
@@ -52,7 +52,7 @@ def make_questions(count: int, seed: int) -> list[Question]:
 
 
 def _features(chance: random.Random, number: int, chat: bool) -> dict[str, Any]:
-    """What makes requests different."""
+    """Return the parameters in which requests differ."""
     body: dict[str, Any] = {}
     if chance.random() < 0.4:
         body |= {"temperature": 0.8, "seed": number, "top_p": chance.choice((1, 0.9))}

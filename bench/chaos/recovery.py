@@ -1,4 +1,4 @@
-"""How long it takes until everything goes on after a fault."""
+"""The time from a fault until all streams have progressed."""
 
 import statistics
 import time
@@ -6,19 +6,19 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-_STILL_S = 5.0  # without anything new
+_STILL_S = 5.0  # time without progress after which a stream stands still
 
 
 class Ask:
-    """One question of one client, over all attempts. What watches it learns when it has moved."""
+    """A question of a client, over all attempts. It notifies recoveries when it progresses."""
 
     def __init__(self) -> None:
-        self.gateway = ""  # that is asked now
+        self.gateway = ""  # of the current attempt
         self.moved_at = time.monotonic()
         self.watching: list[Recovery] = []
 
     def progress(self) -> None:
-        """Something of the answer has come, or all of it."""
+        """Record that a part of the answer has arrived, or all of it."""
         self.moved_at = time.monotonic()
         for recovery in self.watching:
             recovery.moved(self)
@@ -26,7 +26,7 @@ class Ask:
 
 
 class Recovery:
-    """Since a fault, until every stream that it may have struck has had something new."""
+    """The recovery from a fault. It ends when every affected stream has progressed."""
 
     def __init__(self, kind: str, begin: float, waiting: Iterable[Ask]) -> None:
         self.kind = kind
@@ -47,20 +47,20 @@ class Recovery:
 
 
 class Recoveries:
-    """Of all faults. ``open`` is the streams that run now."""
+    """The recoveries of all faults. ``open`` has the running streams."""
 
     def __init__(self) -> None:
         self.open: set[Ask] = set()
         self._all: list[Recovery] = []
 
     def begin(self, kind: str, gateway: str | None) -> None:
-        """A fault strikes now, at streams of ``gateway`` or at any. Those that stand still do so for another one."""
+        """Record that a fault begins, for streams of ``gateway`` or for all. Streams that stand still do not count."""
         now = time.monotonic()
         moving = [ask for ask in self.open if ask.moved_at > now - _STILL_S and gateway in (None, ask.gateway)]
         self._all.append(Recovery(kind, now, moving))
 
     def figures(self) -> dict[str, dict[str, Any]]:
-        """By kind. ``unmoved``: faults after which a stream never had anything new."""
+        """Return figures by kind of fault. ``unmoved``: faults after which a stream never progressed."""
         found: dict[str, list[Recovery]] = defaultdict(list)
         for recovery in self._all:
             found[recovery.kind].append(recovery)

@@ -1,4 +1,4 @@
-"""Which fault strikes when: known before the first one, and the same for the same seed."""
+"""The schedule of faults, which depends only on the seed."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ _SHORTEST_S = 1.0
 
 @dataclass(frozen=True)
 class Fault:
-    """``at``: seconds from the begin of the load. ``seconds``: how long a stop or a partition lasts."""
+    """A fault. ``at``: seconds since the load began. ``seconds``: duration of a stop or a partition."""
 
     at: float
     kind: str
@@ -40,7 +40,7 @@ def plan_faults(
     longest_s: float,
     seed: int,
 ) -> list[Fault]:
-    """``count`` faults over ``seconds``, whose kinds take turns in random order. ``services``: names by role."""
+    """Return ``count`` faults within ``seconds``. Kinds take turns in random order. ``services``: names by role."""
     chance = random.Random(seed)
     times = sorted(chance.uniform(0.02, 0.96) * seconds for _ in range(count))
     faults, deck = [], []
@@ -61,7 +61,7 @@ def plan_faults(
 
 
 def all_links(gateways: Sequence[str], schedulers: Sequence[str], workers: Sequence[str]) -> list[Link]:
-    """Who talks to whom: every gateway to every scheduler, each scheduler to its own worker."""
+    """Return all links: from every gateway to every scheduler, and from each scheduler to its worker."""
     return [
         *(Link(OUTSIDE, gateway) for gateway in gateways),
         *(Link(gateway, scheduler) for gateway in gateways for scheduler in schedulers),

@@ -1,4 +1,4 @@
-"""Faults at work."""
+"""The execution of faults."""
 
 import asyncio
 import contextlib
@@ -15,11 +15,11 @@ from bench.chaos.schedule import Fault
 from bench.chaos.weather import Weather
 
 _LOOK_S = 0.05
-_LATE_S = 60.0  # that a service may take which was asked to end, drain_seconds included
+_LATE_S = 60.0  # time that a service may take to terminate, including drain_seconds
 
 
 class Storm:
-    """Runs on the program's event loop. A target has one fault at a time: another one waits for its turn."""
+    """The runner of faults, on the program's event loop. A target has one fault at a time; others wait."""
 
     def __init__(self, cluster: Cluster, weather: Weather, recoveries: Recoveries) -> None:
         self._cluster, self._weather, self._recoveries = cluster, weather, recoveries
@@ -28,7 +28,7 @@ class Storm:
         self.late: list[str] = []  # services that had to be killed because they did not end
 
     async def rage(self, faults: Sequence[Fault]) -> None:
-        """All of them, at their times; returns when the last is over."""
+        """Run all faults at their times, and wait until the last one is over."""
         begin = time.monotonic()
         async with asyncio.TaskGroup() as strikes:
             for fault in faults:
@@ -80,7 +80,7 @@ class Storm:
             await asyncio.sleep(_LOOK_S)
 
     async def _stop(self, name: str, seconds: float) -> None:
-        """It may be ended meanwhile or thereafter, by its own watchdog."""
+        """Stop the process for ``seconds``. Its watchdog may end it during this time or later."""
         pid = self._cluster.processes[name].pid
         self._cluster.expect_end(name, seconds + 60)
         os.kill(pid, signal.SIGSTOP)

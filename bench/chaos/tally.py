@@ -1,4 +1,4 @@
-"""What is counted, and the story of each request that went wrong."""
+"""The counts of requests, and a report of each failed request."""
 
 import json
 from collections import Counter
@@ -8,27 +8,27 @@ from typing import Any
 
 from bench.chaos.answer import Answer, Kind
 
-_STORIES = 50  # that are written at most
+_STORIES = 50  # largest number of reports
 _SHOWN = 160  # characters of a verdict
 KINDS: tuple[Kind, ...] = ("lost", "duplicated", "wrong", "hang")
 
 
 @dataclass(frozen=True)
 class Story:
-    """All that is known of one request that went wrong. Times in seconds since the load began."""
+    """The report of a failed request. Times are in seconds since the load began."""
 
     ask: str  # client-count
     verdict: str
     request: dict[str, Any]
     right: Answer
-    got: Answer | None  # of the last attempt, where it was streamed
+    got: Answer | None  # answer of the last attempt, if it was streamed
     attempts: list[str]
     ended_at: float
     faults: list[str]
 
 
 class Tally:
-    """Runs on the program's event loop. Stories go into ``directory``."""
+    """The counts. Used on the program's event loop. Reports are written to ``directory``."""
 
     def __init__(self, directory: Path) -> None:
         self.requests = self.tokens = self.retries = 0
@@ -36,7 +36,7 @@ class Tally:
         self._directory = directory
 
     def answered(self, answer: Answer) -> None:
-        """One request, rightly."""
+        """Count a right answer."""
         self.requests += 1
         self.tokens += answer.completion_tokens
 

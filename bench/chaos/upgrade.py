@@ -1,4 +1,4 @@
-"""Upgrades one service at a time, old and new ones side by side: ``python -m bench.chaos.upgrade old=REVISION``.
+"""Upgrade one service at a time, beside services of the old revision: ``python -m bench.chaos.upgrade old=REVISION``.
 
 Checks ``old``, a git revision, out into a temporary worktree and generates its stubs. A deployment of old services with
 a fake worker is asked questions. Then each service in turn is ended by SIGTERM and started again from this worktree,
@@ -45,8 +45,8 @@ _QUESTIONS: tuple[dict[str, Any], ...] = (
 class UpgradeConfig(Config):
     """The flags."""
 
-    old: str = Field(description="git revision that is upgraded from")
-    directory: str | None = Field(None, description="for logs; default: a temporary one")
+    old: str = Field(description="git revision before the upgrade")
+    directory: str | None = Field(None, description="directory for logs; default: a temporary one")
 
 
 class Services:
@@ -79,7 +79,7 @@ class Services:
 
 
 async def ask(http: httpx.AsyncClient, url: str, question: dict[str, Any]) -> Any:
-    """Return what a client can compare, or the reason of an error as a string."""
+    """Return the comparable part of an answer, or the reason of an error as a string."""
     try:
         response = await http.post(f"{url}/v1/completions", json={"prompt": _PROMPT, "max_tokens": 40} | question)
     except httpx.TransportError as error:
@@ -92,7 +92,7 @@ async def ask(http: httpx.AsyncClient, url: str, question: dict[str, Any]) -> An
 
 
 async def answers(http: httpx.AsyncClient, url: str) -> list[Any]:
-    """Return the answers to all questions, once there is one to each."""
+    """Ask all questions until each has an answer, and return the answers."""
     async with asyncio.timeout(_START_S):
         while True:
             found = [await ask(http, url, question) for question in _QUESTIONS]

@@ -1,16 +1,19 @@
-"""Requests that no client should send: ``make fuzz requests=1000000``, or ``python -m bench.fuzz surface=http``.
+"""Fuzz all interfaces of the services: ``make fuzz requests=1000000``, or ``python -m bench.fuzz surface=http``.
 
-A gateway, a scheduler and a fake worker, each a process that is started once. Over HTTP and over gRPC come requests
-that are right, and such that are right but for something: of a wrong type, size or encoding, cut off, or no request at
-all. Every answer must be one that a server may give: no 5xx, no UNKNOWN, no INTERNAL, errors in their shape, in time.
-Every prompt holds a mark, which may be in no answer but its own. What the fake worker answers is a function of the
-prompt: right requests beside wrong ones must get just that. A worker with a real model gets plans, of which some break
-the contract: it must refuse them, and go on as another worker that never saw one. Clients with wrong certificates call
-every gRPC port of two replicas with mutual TLS: a port accepts those that SECURITY.md names. Models with wrong files
-are read: each must be refused in one sentence, in bounded time and memory.
+Each surface has its own checks:
 
-A request is a function of ``seed`` and its number. What was found is kept in ``directory``, each with its request. The
-last line is one JSON object; exit status 1 when anything was found.
+* HTTP and gRPC: a gateway, a scheduler and a fake worker receive valid requests, requests with a wrong type, size or
+  encoding, incomplete requests, and bytes that are no request. An answer must not be 5xx, UNKNOWN or INTERNAL, and
+  errors must have their documented shape. Every prompt has a mark, which no other answer may contain. The answer of
+  the fake worker is a function of the prompt, so valid requests must get exactly this answer.
+* Plans: a worker with a real model receives plans, some of which break the contract. It must refuse these, and answer
+  the others like a second worker that receives only valid plans.
+* Certificates: clients call every gRPC port of two replicas with mutual TLS. A port must accept exactly the
+  certificates that SECURITY.md names.
+* Models: the services read models with wrong files. Each must be refused in one sentence, in bounded time and memory.
+
+A request is a function of ``seed`` and its number. Each finding is kept in ``directory`` with its request. The last
+line is one JSON object. The exit status is 1 if there is a finding.
 """
 
 import asyncio
@@ -50,7 +53,7 @@ def _draw(figures: dict[str, Any]) -> None:
 
 
 async def measure(config: FuzzConfig, directory: Path, findings: Findings) -> dict[str, Any]:
-    """All surfaces that are wanted, one after the other."""
+    """Fuzz the chosen surfaces, one after the other."""
     counts = {surface: config.share(surface) for surface in SURFACES}
     figures: dict[str, Any] = {"requests": sum(counts.values()), "seed": config.seed, "keys": config.keys}
     if counts["http"] or counts["grpc"]:
@@ -83,7 +86,7 @@ async def measure(config: FuzzConfig, directory: Path, findings: Findings) -> di
 
 
 async def _costs(config: FuzzConfig, directory: Path, findings: Findings, count: int) -> dict[str, Any]:
-    """Search for the body that costs most, at services with the limits that they have by default."""
+    """Search for the most expensive body, at services with default limits."""
     own = directory / "costs"
     own.mkdir(exist_ok=True)
     with target(own, keys=False, flags=("log_level=WARNING",)) as running:

@@ -1,5 +1,7 @@
-"""HTTP requests, right and wrong ones, as bytes. Each is a function of the seed and its number, but for the ids of
-files, batches and responses that were made before."""
+"""Valid and invalid HTTP requests, as bytes.
+
+Each is a function of the seed and its number, except for the ids of files, batches and responses of earlier requests.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from bench.fuzz.values import broken, mutated, scalar, value, write
 _METHODS = ("GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "get", "X" * 30)
 _TYPES = ("application/json", "text/plain", "application/json; charset=utf-16", "multipart/form-data",
           "application/x-www-form-urlencoded", "\x7f", "")  # fmt: skip
-FOREIGN_SITE = b"evil.example"  # a request that names it is one of a web page, and must be refused
+FOREIGN_SITE = b"evil.example"  # a request from a web page of this site must be refused
 _HEADS: tuple[bytes, ...] = (
     b"GET /v1/models HTTP/9.9\r\n\r\n",
     b"GET\r\n\r\n",
@@ -51,22 +53,22 @@ _HEADS: tuple[bytes, ...] = (
 
 @dataclass(frozen=True)
 class Ask:
-    """One request."""
+    """An HTTP request with what its checks need."""
 
     number: int
     kind: str
     method: str
     path: str
-    data: bytes  # all that is sent
-    owner: str | None = ""  # whose key it has; empty: there are no keys; None: a wrong one, or none
-    body: Any = None  # what a right one is, for its check; None: anything may be said of it
-    leaves_after: int | None = None  # bytes of the answer; then the client goes away
-    stops: bool = False  # the end of the request never comes
-    is_http: bool = True  # False: whatever it is, the connection may be closed
+    data: bytes  # all bytes of the request
+    owner: str | None = ""  # owner of the API key; empty: no keys are in use; None: a wrong key, or none
+    body: Any = None  # body of a valid request, to check the answer; None: do not check it
+    leaves_after: int | None = None  # bytes of the answer after which the client disconnects
+    stops: bool = False  # the request has no end
+    is_http: bool = True  # False: the server may close the connection
 
 
 class Asks:
-    """Makes requests."""
+    """A generator of requests."""
 
     def __init__(self, seed: int, api: Api, kept: Kept, credentials: Credentials) -> None:
         self._seed, self._api, self._kept, self._credentials = seed, api, kept, credentials
@@ -83,9 +85,9 @@ class Asks:
         )
 
     def make(self, number: int) -> Ask:
-        """Request ``number``."""
+        """Return request ``number``."""
         random = random_of(self._seed, "http", number)
-        if number % 500 == 499:  # each holds a connection for seconds
+        if number % 500 == 499:  # rare, because each occupies a connection for seconds
             return self._stopping(random, number)
         [(kind, _)] = random.choices(self._kinds, weights=[weight for _, weight in self._kinds])
         return kind(random, number)
@@ -117,7 +119,7 @@ class Asks:
         return self._post(random, number, "broken", path, broken(random, write(random, body)))
 
     def _misled(self, random: Random, number: int) -> Ask:
-        """To a wrong place, in a wrong way, or as a wrong kind."""
+        """Return a request with a wrong path, method or content type."""
         path = self._filled(random, random.choice(self._api.operations).path)
         if random.random() < 0.3:
             at = random.randrange(len(path) + 1)
@@ -128,7 +130,7 @@ class Asks:
         return self._send(random, number, "misled", method, path, content, odd=True)
 
     def _of_files(self, random: Random, number: int) -> Ask:
-        """Files, and batches of them."""
+        """Return an upload of a file, or a Batch job of one."""
         if random.random() < 0.5:
             content = bodies.lines(random, canary(number))
             if random.random() < 0.3:
@@ -153,7 +155,7 @@ class Asks:
         if random.random() < 0.5:
             good = self._right(random, number).data
             data = broken(random, good[: good.index(b"\r\n\r\n")]) + good[good.index(b"\r\n\r\n") :]
-        # Whatever is still missing never comes.
+        # The rest of the request is never sent.
         return Ask(number, "malformed", "GET", "", data, stops=True, is_http=False, owner=None)
 
     def _leaving(self, random: Random, number: int) -> Ask:
@@ -175,7 +177,7 @@ class Asks:
         return Ask(number, "stopping", "POST", made.path, data, made.owner, stops=True)
 
     def _filled(self, random: Random, path: str) -> str:
-        """With ids in the place of names: of what there is, or of nothing."""
+        """Return ``path`` with existing or wrong ids in place of its parameters."""
         while "{" in path:
             before, _, rest = path.partition("{")
             name, _, after = rest.partition("}")

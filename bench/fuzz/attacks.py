@@ -20,7 +20,7 @@ from bench.fuzz.findings import Findings
 from bench.fuzz.http2 import connect, open_streams
 from bench.fuzz.target import Target
 
-# Of the services under attack: what takes minutes by default takes seconds.
+# Flags of the attacked services: timeouts of seconds instead of minutes.
 FLAGS = ("slow_client_seconds=3", "log_level=WARNING")
 _HOLD_S = 8.0
 _ANSWER_S = 5.0
@@ -158,7 +158,7 @@ class Attacks:
 def _open_sockets(pid: int) -> int:
     count = 0
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # closed since the listing
             count += str(link.readlink()).startswith("socket:")
     return count
 

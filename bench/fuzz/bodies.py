@@ -1,4 +1,4 @@
-"""Documents that are right, one for each thing that can be asked; all others are made from them."""
+"""Valid bodies for every endpoint, from which invalid bodies are made."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ _TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.
 
 
 def completion(random: Random, mark: str) -> dict[str, Any]:
-    """One whose answer is known beforehand."""
+    """Return a completion whose answer is known."""
     prompt: Any = f"{mark} counts {random.randrange(1000)} sheep on {random.choice(('a hill', 'a road', 'é 🙂'))}"
     if random.random() < 0.3:
         prompt = [random.randrange(16, 2048) for _ in range(random.choice((1, 3, 40)))]
@@ -105,7 +105,7 @@ def _together(random: Random, mark: str) -> dict[str, Any]:
             "max_completion_tokens": 2}  # fmt: skip
 
 
-# Where each is sent, and how often.
+# Path, function and weight of each kind of body.
 RIGHT: tuple[tuple[str, Callable[[Random, str], dict[str, Any]], int], ...] = (
     ("/v1/completions", completion, 4),
     ("/v1/completions", _options, 5),
@@ -120,13 +120,13 @@ RIGHT: tuple[tuple[str, Callable[[Random, str], dict[str, Any]], int], ...] = (
 
 
 def right(random: Random, mark: str) -> tuple[str, dict[str, Any]]:
-    """A path and a document for it."""
+    """Return a path and a valid body for it."""
     [(path, make, _)] = random.choices(RIGHT, weights=[weight for *_, weight in RIGHT])
     return path, make(random, mark)
 
 
 def lines(random: Random, mark: str) -> bytes:
-    """A batch's file, of which some lines are wrong."""
+    """Return the file of a Batch job, in which some lines are wrong."""
     rows = []
     for number in range(random.choice((1, 2, 5))):
         body = completion(random, mark) | {"stream": False}

@@ -1,4 +1,4 @@
-"""What is asked over gRPC: right messages, and those made from them."""
+"""Calls over gRPC: valid messages, and invalid messages made from them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,20 +21,20 @@ _GRAMMARS = (
 
 @dataclass(frozen=True)
 class Call:
-    """One call. ``data``: the messages that are sent, one where the method takes one."""
+    """A call. ``data``: all messages, a single one if the method is unary."""
 
     number: int
     kind: str
     method: str
     data: tuple[bytes, ...]
-    right: tuple[generate_pb2.GenerateRequest, ...] = ()  # all of it is right, and has these requests in it
+    right: tuple[generate_pb2.GenerateRequest, ...] = ()  # its requests, if the call is valid
     mark: str = ""
     timeout_s: float | None = None
-    ends: str = "closed"  # of a session: closed, cancelled, or left open until then
+    ends: str = "closed"  # end of a session: closed, cancelled, or left open until the timeout
 
 
 class Calls:
-    """Makes calls to a scheduler; each is a function of the seed and its number."""
+    """A generator of calls to a scheduler. Each is a function of the seed and its number."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -48,7 +48,7 @@ class Calls:
         )
 
     def make(self, number: int) -> Call:
-        """Call ``number``."""
+        """Return call ``number``."""
         random = random_of(self._seed, "grpc", number)
         [(kind, _)] = random.choices(self._kinds, weights=[weight for _, weight in self._kinds])
         return kind(random, number)
@@ -75,7 +75,7 @@ class Calls:
         return Call(number, "generate", "Generate", (_spoilt(random, message),), mark=canary(number), timeout_s=timeout)
 
     def _session(self, random: Random, number: int) -> Call:
-        """Of many messages, right ones and others, in an order that may be none."""
+        """Return a session of many valid and invalid messages, in random order."""
         messages: list[bytes] = []
         if random.random() < 0.95:
             messages.append(
@@ -122,13 +122,13 @@ class Calls:
         return Call(number, "other", method, (_spoilt(random, message),), mark=mark)
 
     def _unknown(self, random: Random, number: int) -> Call:
-        """A method that there is none of, or a right message for another."""
+        """Return a call of an unknown method, or with the message of another method."""
         method = random.choice(("Nothing", "generate", "", "Tokenize", "GetLoad", "Forecast", "Detokenize"))
         return Call(number, "unknown", method, (_any(random, number).SerializeToString(),), mark=canary(number))
 
 
 def _plain(random: Random, number: int) -> generate_pb2.GenerateRequest:
-    """One whose answer is known beforehand."""
+    """Return a request whose answer is known."""
     prompt = [random.randrange(16, 2048) for _ in range(random.choice((1, 4, 40)))]
     request = generate_pb2.GenerateRequest(
         tokens=generate_pb2.TokenPrompt(token_ids=prompt), n=random.choice((1, 1, 3))
@@ -139,7 +139,7 @@ def _plain(random: Random, number: int) -> generate_pb2.GenerateRequest:
 
 
 def _any(random: Random, number: int) -> generate_pb2.GenerateRequest:
-    """One that is right, with more to it."""
+    """Return a valid request with further fields."""
     request, mark = _plain(random, number), canary(number)
     for more in random.sample(range(9), random.randrange(4)):
         match more:
@@ -179,7 +179,7 @@ def _joined(messages: list[session_pb2.SessionRequest]) -> session_pb2.SessionRe
 
 
 def _spoilt(random: Random, message: Message) -> bytes:
-    """``message``, right at times."""
+    """Return ``message``, usually with a mutation."""
     for _ in range(random.choice((0, 1, 1, 2, 4))):
         message = mutated(random, message)
     data = message.SerializeToString()

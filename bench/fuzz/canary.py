@@ -1,4 +1,4 @@
-"""Marks in prompts: a text is known by its mark wherever it turns up."""
+"""Marks in prompts, which identify the request of a text."""
 
 import re
 from random import Random
@@ -7,15 +7,15 @@ _MARK = re.compile(rb"qzx([0-9a-f]{8})")
 
 
 def canary(number: int) -> str:
-    """Of request ``number``."""
+    """Return the mark of request ``number``."""
     return f"qzx{number:08x}"
 
 
 def marks(data: bytes) -> set[bytes]:
-    """Those in ``data``, whole."""
+    """Return the complete marks in ``data``."""
     return set(_MARK.findall(data))
 
 
 def random_of(seed: int, surface: str, number: int) -> Random:
-    """What request ``number`` is made with."""
+    """Return the random generator of request ``number``."""
     return Random(f"{seed} {surface} {number}")

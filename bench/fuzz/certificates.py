@@ -52,7 +52,7 @@ _CALLS: dict[str, dict[str, tuple[Message, type[Message]]]] = {
     },
 }
 PLAINTEXT = "no TLS"
-# gRPC's own line about a failed handshake. A client could write as many of them as it likes.
+# The line of gRPC about a failed handshake. The log must not have it, because any client could cause it repeatedly.
 _LOGGED = ("ssl_transport_security", *UNFORESEEN)
 # Certificates have no roles and no names that servers check.
 ACCEPTED = {"tcp": frozenset({"right", "of another name"}), "unix": frozenset({PLAINTEXT})}
@@ -90,7 +90,7 @@ class Clients:
 
 
 class CertificateFuzzer:
-    """Calls every port with every certificate."""
+    """A fuzzer that calls every port with every certificate."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One connection at a time, kept alive where the server keeps it."""
+"""An HTTP connection, which is kept alive as long as the server keeps it."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -10,22 +10,22 @@ from bench.fuzz.asks import Ask
 
 @dataclass
 class Reply:
-    """What came back."""
+    """The answer to a request."""
 
-    status: int = 0  # 0: the server closed the connection without a word
+    status: int = 0  # 0: the server closed the connection without an answer
     headers: dict[bytes, bytes] = field(default_factory=dict)
     body: bytes = b""
     whole: bool = False
-    broken: str = ""  # why what came is no HTTP
+    broken: str = ""  # reason why the answer is no HTTP
 
     @property
     def raw(self) -> bytes:
-        """All of it, more or less as it was sent."""
+        """The headers and the body, as bytes."""
         return b"%d\r\n" % self.status + b"\r\n".join(b"%s: %s" % pair for pair in self.headers.items()) + self.body
 
 
 class Connection(asyncio.Protocol):
-    """Of one client, which makes a new one when this one is closed."""
+    """The connection of a client, which makes a new one when this one is closed."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -39,7 +39,7 @@ class Connection(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         return (await loop.create_connection(cls, host, port))[1]
 
-    async def exchange(self, ask: Ask, patience_s: float) -> Reply:
+    async def exchange(self, ask: Ask, timeout_s: float) -> Reply:
         """Send ``ask`` and wait for its answer. Raises ``TimeoutError``."""
         loop = asyncio.get_running_loop()
         self._done, self._reply, self._parser = loop.create_future(), Reply(), httptools.HttpResponseParser(self)
@@ -50,7 +50,7 @@ class Connection(asyncio.Protocol):
             self.close()
             return self._reply
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 await self._done
         finally:
             self._reply.body = bytes(self._body)
@@ -74,7 +74,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._done is None or self._done.done():
-            return  # of a request that is over: the connection is not used again
+            return  # bytes after the end of the answer; the connection is not used again
         self._has += len(data)
         try:
             self._parser.feed_data(data)
@@ -104,7 +104,7 @@ class Connection(asyncio.Protocol):
         self._body += body
 
     def on_message_complete(self) -> None:
-        if self._parser.get_status_code() >= 200:  # else more is to come, such as behind 100
+        if self._parser.get_status_code() >= 200:  # an informational status, such as 100, precedes the answer
             self._reply.whole = True
             self._settle()
 

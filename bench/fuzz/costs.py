@@ -22,11 +22,11 @@ from bench.fuzz.findings import Findings
 from services.common.text.encoder import MAX_TEXT_BYTES
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
-# Memory that any body may add, even a small one: 60 KB hold 15,000 prompts, and each takes 2 KB while it runs.
+# Memory that any body may add, even a small one: a body of 60 KB has 15,000 prompts, and each takes 2 KB while it runs.
 SMALL_BYTES = 64 * 1024 * 1024
 _TOKENISING_FACTOR = 250  # bytes of memory for each byte of the longest text, while it is tokenised
 _FACTOR = 4  # of its size, that a body may add to memory beside itself
-_TRIES = 3  # of a body that blocks the loop: the machine may have been busy
+_TRIES = 3  # measurements of a body that blocks the loop, since the machine may have been busy
 _PING_S = 0.001
 _KEPT = 8  # of the worst bodies, from which others are made
 

@@ -11,7 +11,7 @@ _WRONG = ("Bearer tk-wrong", "Basic dGs6dGs=", "Bearer", "Bearer  ", "tk-wrong",
 
 
 class Credentials:
-    """Without ``directory`` there are no keys."""
+    """The keys of a run. Without ``directory``, there are no keys."""
 
     def __init__(self, directory: Path | None) -> None:
         self._keys = {name: new_key() for name in (*_TEAMS, ADMIN)} if directory else {}
@@ -35,7 +35,7 @@ class Credentials:
         self.flags = (f"api_keys_file={file}", f"grpc_token_file={token}", "isolate_keys=T")
 
     def choose(self, random: Random, *, right: bool = False) -> tuple[str | None, str]:
-        """Whose key, and the header; as in ``Ask.owner``. ``right``: one that opens inference."""
+        """Return the owner of a key, as in ``Ask.owner``, and the header. ``right``: the key permits inference."""
         if not self._keys:
             return "", random.choice(("", "", "Bearer anything"))
         if right or random.random() < 0.8:
@@ -45,9 +45,9 @@ class Credentials:
 
     @property
     def admin(self) -> dict[str, str]:
-        """Headers for what operators ask."""
+        """Return the headers of an operator."""
         return {"authorization": f"Bearer {self._keys[ADMIN]}"} if self._keys else {}
 
     def of(self, name: str) -> str:
-        """The header of ``name``; empty without keys."""
+        """Return the header of ``name``, empty without keys."""
         return f"Bearer {self._keys[name]}" if self._keys else ""

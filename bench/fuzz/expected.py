@@ -1,4 +1,4 @@
-"""What the fake worker's model answers: a function of the prompt, the seed and the sample's number."""
+"""The expected answers of the fake worker: a function of the prompt, the seed and the sample's number."""
 
 import json
 from typing import Any
@@ -12,25 +12,25 @@ _NOT_PLAIN = (b"response_format", b"structured_outputs", b"tool", b"guided", b"i
 
 
 class Expected:
-    """Of the built-in model's tokenizer."""
+    """The expected answers with the built-in model's tokenizer."""
 
     def __init__(self, shape: FakeShape | None = None) -> None:
         self._shape = shape or FakeShape(eos_every=EOS_EVERY)
         self._tokenizer = Tokenizer.load("builtin")
 
     def tokens(self, prompt: list[int], count: int, **sampling: Any) -> list[int]:
-        """The answer, and the end of sequence behind it if that is where it ends."""
+        """Return the tokens of an answer, including an end-of-sequence token."""
         tokens = continuation(self._shape, prompt, count, **sampling)
         if self._shape.eos_every and self._shape.eos_token_id in tokens:
             tokens = tokens[: tokens.index(self._shape.eos_token_id) + 1]
         return tokens
 
     def text(self, tokens: list[int]) -> str:
-        """As it stands behind a prompt."""
+        """Return ``tokens`` as text behind a prompt."""
         return self._tokenizer.vocabulary.text_bytes(tokens).decode(errors="replace")
 
     def check_whole(self, body: dict[str, Any], answer: Any) -> None:
-        """A completion. Raises ``Wrong``."""
+        """Check a whole completion. Raises ``Wrong``."""
         choices = {choice["index"]: choice for choice in answer["choices"]}
         if sorted(choices) != list(range(body["n"])):
             raise Wrong("other text", f"choices {sorted(choices)}, expected {body['n']}")
@@ -38,7 +38,7 @@ class Expected:
             self._check(body, index, choice["token_ids"], choice["text"], choice["finish_reason"])
 
     def check_stream(self, body: dict[str, Any], events: list[dict[str, Any]]) -> None:
-        """The same, in pieces."""
+        """Check a streamed completion. Raises ``Wrong``."""
         tokens: dict[int, list[int]] = {index: [] for index in range(body["n"])}
         texts, ends = dict.fromkeys(tokens, ""), dict.fromkeys(tokens)
         for event in events:
@@ -53,7 +53,7 @@ class Expected:
             self._check(body, index, said, texts[index], ends[index])
 
     def check_greedy(self, request: bytes, answer: dict[str, Any]) -> None:
-        """An answer to whatever was asked, as far as it says what its prompt was and the noise is known to be none."""
+        """Check the answer to any request, if the answer contains its prompt and the sampling is greedy."""
         if any(name in request for name in _NOT_PLAIN) or b'"temperature": 0,' not in request:
             return
         try:

@@ -1,4 +1,4 @@
-"""What went wrong, each with the request that did it in a file of its own."""
+"""The findings, each with its request in a file."""
 
 import json
 from collections import Counter
@@ -10,7 +10,7 @@ _MOST_SHOWN = 20
 
 
 class Wrong(Exception):
-    """An answer that no server should give. ``kind``: of the finding."""
+    """An answer that a server must not give. ``kind``: kind of the finding."""
 
     def __init__(self, kind: str, what: str) -> None:
         super().__init__(what)
@@ -18,7 +18,7 @@ class Wrong(Exception):
 
 
 class Findings:
-    """Of one run. Used by one thread."""
+    """The findings of a run. Used by one thread."""
 
     def __init__(self, directory: Path, seed: int) -> None:
         self.count = 0
@@ -27,7 +27,7 @@ class Findings:
         self._directory, self._seed = directory, seed
 
     def add(self, surface: str, number: int, kind: str, what: str, request: bytes = b"", answer: bytes = b"") -> None:
-        """``number``: of the request, which with the seed says what it was; -1: of none in particular."""
+        """Add a finding. ``number``: number of the request, or -1 if it belongs to no single request."""
         self.count += 1
         self.kinds[f"{surface} {kind}"] += 1
         if len(self.shown) < _MOST_SHOWN:

@@ -1,4 +1,4 @@
-"""The HTTP surface: many connections, each with one request after the other."""
+"""The fuzzer of HTTP: many connections, each with one request after the other."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ from bench.fuzz.schema import Api
 
 
 class HttpFuzzer:
-    """Of one gateway."""
+    """A fuzzer of one gateway."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class HttpFuzzer:
         self._slowest = 0.0
 
     async def run(self, count: int) -> dict[str, Any]:
-        """``count`` requests; what they were answered with."""
+        """Send ``count`` requests. Return the number of requests by kind and by status."""
         began = time.monotonic()
         numbers = iter(range(self._config.first, self._config.first + count))
         async with asyncio.TaskGroup() as clients:
@@ -72,7 +72,7 @@ class HttpFuzzer:
             connection.close()
 
     async def _send(self, ask: Ask, connection: Connection | None) -> Connection | None:
-        """``ask``, over ``connection`` if it is still there; returns the one that it was sent over."""
+        """Send ``ask`` over ``connection``, or over a new connection if it is closed. Return the used connection."""
         began, answer = time.monotonic(), b""
         try:
             while True:
@@ -82,7 +82,7 @@ class HttpFuzzer:
                 reply = await connection.exchange(ask, self._config.answer_seconds)
                 answer = reply.raw
                 if fresh or reply.status or ask.leaves_after is not None:
-                    break  # else it may have been closed while nobody asked
+                    break  # otherwise the server may have closed an idle connection, so try a new one
             self._statuses[reply.status] += 1
             if not ask.stops:
                 self._slowest = max(self._slowest, time.monotonic() - began)

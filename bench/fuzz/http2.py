@@ -60,8 +60,10 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def open_streams(connection: socket.socket, path: str, count: int, *, reset: bool, seconds: float) -> int:
-    """Open at most ``count`` calls that send no message, within ``seconds``, and ``reset`` each at once or leave it
-    open. Returns how many were sent. What the server says is read and thrown away."""
+    """Open at most ``count`` calls without a message, within ``seconds``, and return their number.
+
+    ``reset``: reset each call at once; otherwise leave it open. Data from the server is discarded.
+    """
     acknowledge_settings(connection)
     headers, sent, end = call_headers(path), 0, time.monotonic() + seconds
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Plans that break the contract: legal ones with something wrong in them."""
+"""Plans that break the contract, made from valid plans."""
 
 from collections.abc import Callable
 from random import Random
@@ -19,7 +19,7 @@ Spoil = Callable[[Random, plan_pb2.StepPlan, worker_pb2.WorkerInfo, list[int]], 
 def spoilt(
     random: Random, plan: plan_pb2.StepPlan, info: worker_pb2.WorkerInfo, used: list[int]
 ) -> tuple[str, plan_pb2.StepPlan]:
-    """What is wrong, and ``plan`` with it. ``used``: slots that are taken before it."""
+    """Return the kind of a breach, and a copy of ``plan`` with it. ``used``: slots in use before the plan."""
     name = random.choice(list(KINDS))
     changed = plan_pb2.StepPlan()
     changed.CopyFrom(plan)
@@ -32,7 +32,7 @@ def _step(random: Random, plan: plan_pb2.StepPlan, info, used) -> None:
 
 
 def _admitted(plan: plan_pb2.StepPlan, info: worker_pb2.WorkerInfo, used: list[int]) -> plan_pb2.Admission:
-    """One more admission, right as far as there is a slot."""
+    """Add an admission to ``plan``, valid if a slot is free, and return it."""
     taken = {*used, *(each.slot for each in plan.admissions)} - set(plan.release_slots)
     free = [slot for slot in range(info.max_slots) if slot not in taken]
     sampling = plan_pb2.SamplingSettings(parameters={"temperature": 0})

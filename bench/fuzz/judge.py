@@ -1,4 +1,4 @@
-"""Whether an answer over HTTP is one that a server may give."""
+"""The checks of answers over HTTP."""
 
 import json
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ _KEPT = ("/v1/files", "/v1/batches", "/v1/responses/")
 
 
 class Judge:
-    """Of all answers of one run."""
+    """The checker of all answers of a run."""
 
     def __init__(self, expected: Expected, kept: Kept) -> None:
         self._expected, self._kept = expected, kept
 
     def look(self, ask: Ask, reply: Reply) -> None:
-        """Raises ``Wrong``."""
+        """Raise ``Wrong`` if ``reply`` is no allowed answer to ``ask``."""
         if reply.broken:
             raise Wrong("no HTTP", reply.broken)
         self._check_marks(ask, reply)
@@ -68,7 +68,7 @@ class Judge:
             raise Wrong("leak", f"marks of others, {sorted(of_others or found - own)[:5]}, in {reply.raw[:500]!r}")
 
     def _is_open(self, path: str) -> bool:
-        # The admin's key opens this, and nothing else.
+        # The admin's key is valid for this path only.
         return path.partition("?")[0] in (*_OPEN, "/metrics")
 
     def _check_stream(self, ask: Ask, reply: Reply) -> None:
@@ -100,7 +100,7 @@ class Judge:
 
 
 def parsed(body: bytes) -> Any:
-    """Raises ``Wrong``."""
+    """Parse a JSON body. Raises ``Wrong`` if it is no JSON."""
     try:
         return json.loads(body)
     except ValueError as error:

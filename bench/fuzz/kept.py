@@ -1,14 +1,14 @@
-"""What the server keeps for its clients, as far as it has told of it."""
+"""The objects that the server stores for its clients."""
 
 from collections import deque
 from random import Random
 
 PREFIXES = ("file-", "batch_", "resp_")
-_MOST = 200  # of each kind
+_MOST = 200  # ids of each kind
 
 
 class Kept:
-    """Ids of files, batches and stored responses, and whose they and their contents are."""
+    """The ids of files, batches and stored responses, with the owners of the objects and their contents."""
 
     def __init__(self) -> None:
         self._ids: dict[str, deque[str]] = {prefix: deque() for prefix in PREFIXES}
@@ -16,11 +16,11 @@ class Kept:
         self._marks: dict[bytes, str] = {}
 
     def sent(self, marks: set[bytes], owner: str) -> None:
-        """Contents of ``owner`` that may be kept."""
+        """Record the marks of contents that ``owner`` has sent."""
         self._marks |= dict.fromkeys(marks, owner)
 
     def note(self, identity: str, owner: str) -> None:
-        """There is ``identity``, of ``owner``."""
+        """Record the object ``identity`` of ``owner``."""
         ids = next((ids for prefix, ids in self._ids.items() if identity.startswith(prefix)), None)
         if ids is None or identity in self._owners:
             return
@@ -30,7 +30,7 @@ class Kept:
             del self._owners[ids.popleft()]
 
     def choose(self, random: Random, prefix: str) -> str | None:
-        """One of those that begin with ``prefix``."""
+        """Return a random id that begins with ``prefix``, or None."""
         ids = self._ids[prefix]
         return random.choice(ids) if ids else None
 
@@ -38,5 +38,5 @@ class Kept:
         return self._owners.get(identity)
 
     def may_see(self, owner: str | None, mark: bytes) -> bool:
-        """Whether ``mark`` is in something that ``owner`` has had kept."""
+        """Return whether ``owner`` has sent a content with ``mark`` that the server may store."""
         return mark in self._marks and self._marks[mark] == owner

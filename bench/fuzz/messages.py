@@ -1,4 +1,4 @@
-"""Protobufs that nobody expects, by their descriptors."""
+"""Unexpected protobuf messages, made from descriptors."""
 
 from random import Random
 from typing import Any
@@ -34,14 +34,14 @@ _LARGEST = {
 
 
 def mutated(random: Random, message: Message) -> Message:
-    """A copy of ``message`` with one field, somewhere in it, as nobody expects it."""
+    """Return a copy of ``message`` with an unexpected value in a field, at any depth."""
     changed = type(message)()
     changed.CopyFrom(message)
     holder = random.choice(list(_messages(changed)))
     fields = holder.DESCRIPTOR.fields
     if not fields:
         return changed
-    # Mostly what is set: of all that there is, little counts.
+    # Prefer fields that are set, since most fields have no effect on most messages.
     set_fields = [field for field, _ in holder.ListFields()]
     field = random.choice(set_fields if set_fields and random.random() < 0.6 else fields)
     if random.random() < 0.15:
@@ -58,7 +58,7 @@ def mutated(random: Random, message: Message) -> Message:
 
 
 def fill(random: Random, message: Message, depth: int = 2) -> None:
-    """Set some fields of ``message`` to anything."""
+    """Set some fields of ``message`` to random values."""
     for field in message.DESCRIPTOR.fields:
         if random.random() < 0.5:
             continue
@@ -73,7 +73,7 @@ def fill(random: Random, message: Message, depth: int = 2) -> None:
 
 
 def damaged(random: Random, data: bytes) -> bytes:
-    """The bytes of a message with some of them changed: it may be one no more."""
+    """Return the bytes of a message with random changes. They may be invalid."""
     changed = bytearray(data)
     kind = random.randrange(6)
     at = random.randrange(len(changed) + 1)
@@ -83,7 +83,7 @@ def damaged(random: Random, data: bytes) -> bytes:
         return bytes(changed + changed)
     if kind == 2:
         return random.randbytes(random.choice((1, 2, 10, 1000)))
-    if kind == 3:  # a field that says it is longer than all that there is
+    if kind == 3:  # a field with a length beyond the end of the message
         return bytes(changed[:at] + b"\x0a\xff\xff\xff\xff\x07" + changed[at:])
     if kind == 4:  # groups within groups
         return b"\x0b" * random.choice((5, 99, 101, 5000)) + bytes(changed)
@@ -94,7 +94,7 @@ def damaged(random: Random, data: bytes) -> bytes:
 
 
 def _messages(message: Message):
-    """``message`` and all in it."""
+    """Yield ``message`` and all messages in it."""
     yield message
     for field, value in message.ListFields():
         if field.message_type is not None and not field.message_type.GetOptions().map_entry:

@@ -1,4 +1,4 @@
-"""What a worker holds, so that another stream can go on where one was ended."""
+"""The state of a worker, with which a new stream can continue an earlier one."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class _Sequence:
 
 
 class Mirror:
-    """Of one history of legal plans."""
+    """The state after a history of valid plans."""
 
     def __init__(self, max_context_tokens: int) -> None:
         self._most = max_context_tokens
@@ -24,11 +24,11 @@ class Mirror:
 
     @property
     def used(self) -> list[int]:
-        """Slots."""
+        """Return the occupied slots."""
         return sorted(self._sequences)
 
     def apply(self, plan: plan_pb2.StepPlan, result: plan_pb2.StepResult) -> None:
-        """``plan``, and what it was answered with."""
+        """Apply ``plan`` with its result."""
         for slot in plan.release_slots:
             self._sequences.pop(slot, None)
             self._dropped.discard(slot)
@@ -45,8 +45,7 @@ class Mirror:
             self._sequences[slot].tokens.append(token)
 
     def again(self) -> plan_pb2.StepPlan:
-        """The first plan of a new stream: all sequences with all of their tokens, of which those that were computed are
-        taken to be in their pages still."""
+        """Return the first plan of a new stream, which admits all sequences. Computed tokens count as cached."""
         plan = plan_pb2.StepPlan(step=1)
         for slot, each in list(self._sequences.items()):
             if len(each.tokens) > self._most:
@@ -63,7 +62,7 @@ class Mirror:
         return plan
 
     def next(self, plan: plan_pb2.StepPlan, step: int) -> plan_pb2.StepPlan:
-        """``plan`` of the history as step ``step`` of a stream that began anew."""
+        """Return ``plan`` of the history as step ``step`` of a new stream."""
         told = plan_pb2.StepPlan()
         told.CopyFrom(plan)
         told.step = step

@@ -1,7 +1,8 @@
-"""``python -m bench.fuzz.model_reader``: reads models as the services do. Each line of stdin names a directory. One
-line of JSON answers it: ``{"stage", "refused"}`` or ``{"stage", "raised"}`` of each stage that failed.
+"""Read models as the services do: ``python -m bench.fuzz.model_reader``.
 
-CPU time and memory of one directory are bounded: beyond them the process is killed, or its allocations fail.
+Each line of stdin names a directory. The answer is a line of JSON: ``{"stage", "refused"}`` or ``{"stage", "raised"}``
+for each stage that failed. The CPU time and the memory for a directory are bounded. Beyond them, the process is killed
+or its allocations fail.
 """
 
 import json
@@ -31,8 +32,8 @@ from services.worker.models import weights
 from services.worker.models.decoder import DecoderModel
 
 CPU_S = 20.0  # for one directory; a whole model takes below 1 s
-MEMORY = 1 << 30  # bytes beside those of the libraries
-_DEVICE_MEMORY = 1 << 28  # bytes of the device that it pretends to have
+MEMORY = 1 << 30  # bytes in addition to those of the libraries
+_DEVICE_MEMORY = 1 << 28  # bytes of the simulated device
 _TEXT = "Why is 今日 the 1st? 🙂\n"
 _CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": _TEXT}]
 
@@ -73,7 +74,7 @@ STAGES: tuple[Callable[[str], None], ...] = (card, text, worker)
 
 
 def main() -> None:
-    # What is loaded once is loaded before the limits.
+    # Load libraries before the limits apply.
     for stage in STAGES:
         stage("builtin" if stage is not worker else str(read_card("builtin").directory))
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

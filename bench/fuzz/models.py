@@ -1,5 +1,4 @@
-"""Files of a model with something wrong in them, read as the services read them, in a process with bounded memory and
-time.
+"""Models with wrong files, read as the services read them, in a process with bounded memory and time.
 
 Each must be read, or refused in one sentence that names a file or a flag. A traceback, a hang, and memory or CPU time
 beyond the bounds are findings. A model is a function of the seed and its number.
@@ -37,7 +36,7 @@ _TEMPLATES = (
 
 
 class ModelFuzzer:
-    """Makes the models one after the other in one directory. Used by one thread."""
+    """A fuzzer that makes and reads models one after the other in one directory. Used by one thread."""
 
     def __init__(self, config: FuzzConfig, directory: Path, findings: Findings) -> None:
         self._config, self._findings = config, findings
@@ -102,7 +101,7 @@ class ModelFuzzer:
 
 
 class Reader:
-    """The process that reads models."""
+    """The child process that reads models."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "bench.fuzz.model_reader"]
@@ -127,7 +126,7 @@ class Reader:
 
 
 def make_bases(directory: Path) -> list[Path]:
-    """Write the models that are changed: each architecture, rotation, kind of tokenizer and layout of files."""
+    """Write the models to change, with each architecture, rotation, kind of tokenizer and layout of files."""
     made = [directory / name for name in ("llama", "mistral", "qwen2", "qwen3", "tiktoken", "builtin")]
     llama, mistral, qwen2, qwen3, tiktoken, builtin = made
     small = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32}
@@ -225,7 +224,7 @@ CHANGES: dict[str, Callable[[Random, bytes], bytes]] = {
 
 
 def _replace(random: Random, target: Path) -> None:
-    """Put something that is no regular file into the place of a file."""
+    """Replace a file by something that is no regular file."""
     kind = random.randrange(5)
     if kind == 0:
         target.mkdir()

@@ -1,8 +1,8 @@
-"""The plan stream of a worker with a real model: histories of legal plans, interrupted by illegal ones and by garbage.
+"""The plan stream of a worker with a real model: histories of valid plans, interrupted by invalid plans and messages.
 
-Two workers get the same legal plans on the same streams; one of them also gets what breaks the contract. It must refuse
-that with a reason, and answer what comes behind it, on the next stream, as the other one does, bit for bit: with the
-same tokens and log-probabilities, from pages that it computed before.
+Two workers receive the same valid plans. One of them also receives plans that break the contract. It must refuse these
+with a reason. On the next stream, it must give the same results as the other worker, with equal bits of tokens and
+log-probabilities, from pages that it computed before.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from services.common.plan.codec import decode_limits, encode_plan
 from tests.gateway.deployment import Process
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
 
-_PLANS = 30  # of a history
-_ILLEGAL = 0.15  # of a plan: that an illegal one comes before it
-_GARBAGE = 12  # streams of it, behind a history
+_PLANS = 30  # plans of a history
+_ILLEGAL = 0.15  # probability of an invalid plan before a plan
+_GARBAGE = 12  # streams of random messages after a history
 _START_S = 300.0
 _REFUSED = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION})
 _SIZES = {
@@ -41,7 +41,7 @@ _SIZES = {
 
 
 class Worker:
-    """One process, and a stream to it at a time."""
+    """A worker process with one stream at a time."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
@@ -54,7 +54,7 @@ class Worker:
         )
 
     async def ready(self) -> worker_pb2.WorkerInfo:
-        """Wait for its facts."""
+        """Wait until the worker is ready, and return its properties."""
         async with asyncio.timeout(_START_S):
             while True:
                 try:
@@ -66,14 +66,14 @@ class Worker:
                     await asyncio.sleep(0.2)
 
     def hello(self) -> worker_pb2.Hello:
-        """A right one."""
+        """Return a valid hello."""
         return worker_pb2.Hello(
             scheduler_id="fuzz", expected_incarnation_id=self.info.incarnation_id, plans_in_flight=2
         )
 
     @asynccontextmanager
     async def stream(self) -> AsyncIterator["PlanStream"]:
-        """Open, and ended by the client behind it."""
+        """Yield an open stream, which the client ends after the context."""
         call = self._stub.RunSteps()
         try:
             await call.write(worker_pb2.RunStepsRequest(hello=self.hello()))
@@ -89,13 +89,13 @@ class Worker:
 
 
 class PlanStream:
-    """Plans one by one."""
+    """A stream that sends one plan at a time."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
 
     async def run(self, plan: plan_pb2.StepPlan) -> plan_pb2.StepResult:
-        """The answer. Raises ``Wrong`` when there is none."""
+        """Return the result of ``plan``. Raises ``Wrong`` if there is none."""
         await self._call.write(worker_pb2.RunStepsRequest(plan=plan))
         answer = await _read(self._call)
         if answer is grpc.aio.EOF:
@@ -103,7 +103,7 @@ class PlanStream:
         return answer.result
 
     async def refused(self, plan: plan_pb2.StepPlan, behind: plan_pb2.StepPlan) -> None:
-        """``plan`` must be, and ``behind``, which comes right behind it, must not be run. Raises ``Wrong``."""
+        """Check that ``plan`` is refused and ``behind``, which follows it, does not run. Raises ``Wrong``."""
         together = worker_pb2.StepPlans(plans=(plan, behind))
         await self._call.write(worker_pb2.RunStepsRequest(plans=together))
         answer = await _read(self._call)
@@ -115,7 +115,7 @@ class PlanStream:
 
 
 class PlanFuzzer:
-    """Of one worker, beside one that is left alone."""
+    """A fuzzer that compares a worker with a second worker, which receives only valid plans."""
 
     def __init__(self, config: FuzzConfig, directory: Path, findings: Findings) -> None:
         self._config, self._directory, self._findings = config, directory, findings
@@ -124,7 +124,7 @@ class PlanFuzzer:
         self._statuses: Counter[str] = Counter()
 
     async def run(self, count: int) -> dict[str, Any]:
-        """Histories until ``count`` messages were sent."""
+        """Run histories until ``count`` messages are sent."""
         disturbed, alone = (Worker(self._directory / f"worker-{name}.log") for name in ("disturbed", "alone"))
         workers = (disturbed, alone)
         try:
@@ -189,7 +189,7 @@ class PlanFuzzer:
         stream: "PlanStream",
         beside: "PlanStream",
     ) -> list[plan_pb2.StepPlan]:
-        """``plans`` on both streams, until one of them gets an illegal one; those that are left."""
+        """Run ``plans`` on both streams until an invalid plan is sent. Return the remaining plans."""
         answers = [await each.run(mirror.again()) for each in (stream, beside)]
         if len(answers[0].slots) or len(answers[1].slots):
             raise Wrong("other text", "a plan without a batch was answered with tokens")
@@ -216,7 +216,7 @@ class PlanFuzzer:
         return []
 
     async def _garbage(self, random: Random, worker: Worker, plans: list[plan_pb2.StepPlan]) -> None:
-        """A stream of what is mutated, damaged, or out of place. Anything may come of it but INTERNAL."""
+        """Send a stream of mutated, damaged and misplaced messages. Every status but INTERNAL is allowed."""
         messages = [worker_pb2.RunStepsRequest(hello=worker.hello())] if random.random() < 0.8 else []
         messages += [worker_pb2.RunStepsRequest(plan=plan) for plan in plans[: random.randrange(4)]]
         if random.random() < 0.3:
@@ -243,7 +243,7 @@ class PlanFuzzer:
 
 
 async def _read(call: Any) -> Any:
-    """The next answer; at the end, whatever it is, ``EOF``."""
+    """Return the next answer, or ``EOF`` at the end of the stream or after an error."""
     try:
         return await call.read()
     except grpc.aio.AioRpcError:
@@ -255,7 +255,7 @@ def _shown(result: plan_pb2.StepResult) -> str:
 
 
 def _bare(result: plan_pb2.StepResult) -> bytes:
-    """What was computed."""
+    """Return the computed part of a result."""
     bare = plan_pb2.StepResult()
     bare.CopyFrom(result)
     for name in ("step", "queued_plans", "timing"):

@@ -1,4 +1,4 @@
-"""The gRPC surface of a scheduler: calls right and wrong, and sessions of both."""
+"""The gRPC interface of a scheduler, with valid and invalid calls and sessions."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ _ANSWERS: dict[str, type[Message]] = {
 _WATCHED_S = 0.3
 _WATCHED_PLANS = 3
 _CHANNELS = 4
-# The last two are this program's own, when it asks for no more or gives a call a deadline.
+# This program causes the last two itself, when it cancels a call or sets a deadline.
 _WITHOUT_KEY = frozenset(
     {
         grpc.StatusCode.UNAUTHENTICATED,
@@ -46,7 +46,7 @@ _WITHOUT_KEY = frozenset(
 
 
 class SchedulerFuzzer:
-    """Of one scheduler."""
+    """A fuzzer of one scheduler."""
 
     def __init__(
         self, config: FuzzConfig, target: Target, findings: Findings, expected: Expected | None = None
@@ -59,7 +59,7 @@ class SchedulerFuzzer:
         self._slowest = 0.0
 
     async def run(self, count: int) -> dict[str, Any]:
-        """Calls until ``count`` messages were sent; what they were answered with."""
+        """Make calls until ``count`` messages are sent. Return the number of calls by status."""
         began = time.monotonic()
         first = self._config.first
         numbers = iter(range(first, first + count))
@@ -94,7 +94,7 @@ class SchedulerFuzzer:
     async def _ask(self, channel: grpc.aio.Channel, call: Call) -> None:
         began, answers = time.monotonic(), list[Message]()
         owner, authorization = self._target.credentials.choose(random_of(call.number, "key", 0), right=bool(call.right))
-        # Sessions are the gateways'.
+        # Only gateways may open sessions.
         if call.method == "Session" and owner:
             authorization = self._target.credentials.gateway
         metadata = (("authorization", authorization),) if authorization.isascii() and authorization else ()
@@ -112,7 +112,7 @@ class SchedulerFuzzer:
     async def _exchange(
         self, channel: grpc.aio.Channel, call: Call, metadata: tuple, answers: list[Message]
     ) -> tuple[grpc.StatusCode, str]:
-        """Send it all, and take what comes into ``answers``; what the call ends with."""
+        """Send ``call``, append its answers to ``answers``, and return its status and details."""
         kind, path = _ANSWERS.get(call.method, observe_pb2.GetLoadResponse), _SERVICE + call.method
         settings = {"metadata": metadata, "timeout": call.timeout_s}
         if call.method == "Session":
@@ -151,14 +151,14 @@ class SchedulerFuzzer:
             raise Wrong("status", f"{call.method}: {status.name}: {details}")
         if owner is None and (answers or not (status in _WITHOUT_KEY or is_ours(details))):
             raise Wrong("let in", f"{call.method} without a right key: {status.name}")
-        told = b"".join(answer.SerializeToString() for answer in answers) + (details or "").encode()
-        of_others = marks(told) - marks(b"".join(call.data)) - {call.mark.encode()[3:]}
+        received = b"".join(answer.SerializeToString() for answer in answers) + (details or "").encode()
+        of_others = marks(received) - marks(b"".join(call.data)) - {call.mark.encode()[3:]}
         if of_others and call.method != "WatchPlans":
             raise Wrong("leak", f"marks of others: {sorted(of_others)[:5]}")
         for answer in answers:
-            for status_told in _rejections(answer):
-                if status_told in NEVER:
-                    raise Wrong("status", f"a rejection with {status_told.name}: {answer}")
+            for status_given in _rejections(answer):
+                if status_given in NEVER:
+                    raise Wrong("status", f"a rejection with {status_given.name}: {answer}")
         if call.right:
             if status is not grpc.StatusCode.OK:
                 raise Wrong("refused", f"a right {call.method}: {status.name}: {details}")
@@ -179,9 +179,9 @@ class SchedulerFuzzer:
             raise Wrong("other text", f"samples that nobody asked for: {said}")
 
     def _add(self, call: Call, wrong: Wrong, answers: list[Message]) -> None:
-        told = "\n---\n".join(map(str, answers)).encode()
+        received = "\n---\n".join(map(str, answers)).encode()
         request = b"".join(len(data).to_bytes(4, "big") + data for data in call.data)
-        self._findings.add("grpc", call.number, wrong.kind, f"{call.kind}: {wrong}", request, told)
+        self._findings.add("grpc", call.number, wrong.kind, f"{call.kind}: {wrong}", request, received)
 
 
 async def _sent(call: Call, left: asyncio.Event) -> AsyncIterator[bytes]:
@@ -200,7 +200,7 @@ async def _take(running: Any, answers: list[Message], most: int = 1 << 30) -> No
 
 
 def _rejections(answer: Message) -> Iterator[grpc.StatusCode]:
-    """Statuses of what was not accepted, or ended with an error."""
+    """Yield the statuses of rejected and failed requests."""
     codes = {code.value[0]: code for code in grpc.StatusCode}
     if isinstance(answer, session_pb2.SessionResponse):
         if answer.HasField("rejection"):
@@ -215,7 +215,10 @@ def _rejections(answer: Message) -> Iterator[grpc.StatusCode]:
 
 
 def _failed(finish: generate_pb2.Finish) -> bool:
-    """But for a sample that was said to resume with tokens that its grammar forbids: only the worker can find that."""
+    """Return whether a sample failed, except for a resumed sample whose tokens its grammar forbids.
+
+    Only the worker can detect this exception.
+    """
     return finish.HasField("error") and "satisfy the grammar" not in finish.error.message
 
 
@@ -228,7 +231,7 @@ def _of_generate(answers: list[Message]) -> dict[tuple[int, int], list[int]]:
 
 
 def _of_session(call: Call, answers: list[Message]) -> dict[tuple[int, int], list[int]]:
-    """Tokens by the place of the request and the number of the sample."""
+    """Return tokens by the index of the request and of the sample."""
     names: dict[int, tuple[int, int]] = {}
     messages = [session_pb2.SessionRequest.FromString(data) for data in call.data[1:]]
     submits = [each for message in messages for each in (message.submits.submits or [message.submit])]

@@ -1,4 +1,4 @@
-"""Documents made from the JSON Schemas in ``/openapi.json``."""
+"""Bodies made from the JSON Schemas in ``/openapi.json``."""
 
 from collections.abc import Iterator
 from random import Random
@@ -10,23 +10,23 @@ _MOST_DEPTH = 6
 
 
 class Operation(NamedTuple):
-    """One way to call one path."""
+    """A method of a path."""
 
     method: str
     path: str  # with {names}
-    body: Any  # its schema; None: it takes no JSON
+    body: Any  # schema of the body; None: no JSON
     queries: tuple[str, ...]
 
 
 class Api:
-    """What the server says of itself."""
+    """The server's OpenAPI document."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document
         self.operations = tuple(self._operations())
 
     def make(self, random: Random, schema: Any, mark: str, depth: int = 0) -> Any:
-        """A document that ``schema`` describes, more or less. Texts hold ``mark`` at times."""
+        """Return a value that mostly satisfies ``schema``. Some texts contain ``mark``."""
         while "$ref" in schema:
             part: Any = self._document
             for name in schema["$ref"].removeprefix("#/").split("/"):

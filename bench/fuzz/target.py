@@ -1,4 +1,4 @@
-"""What is fuzzed: a gateway, a scheduler and a worker, each a process that nobody starts again."""
+"""The target of fuzzing: a gateway, a scheduler and a worker, each a process that is not restarted."""
 
 import asyncio
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from bench.fuzz.findings import Findings
 _START_S = 120.0
 _QUIET_S = 60.0
 _EVERY_S = 0.2
-# Small, so that what passes them is cheap, and soon.
+# Small limits, so that random requests often reach them, and requests within them are cheap.
 _FLAGS = (
     "max_choices=64", "max_output_tokens=32", "max_prompt_tokens=1000", "max_body_bytes=(1024 * 1024)",
     "slow_request_seconds=3", "max_samples_per_request=64", "max_queued_sequences=4096", "stats_report_seconds=0",
@@ -26,7 +26,7 @@ UNFORESEEN = ("Traceback (most recent call last)", "violations:")
 
 
 class Target:
-    """Made by ``target``."""
+    """The running services, made by ``target``."""
 
     def __init__(self, running: Cluster, credentials: Credentials) -> None:
         self._running, self.credentials = running, credentials
@@ -40,25 +40,24 @@ class Target:
         return self._pids[name]
 
     def get(self, path: str) -> httpx.Response:
-        """As an operator."""
+        """Send a request to the gateway with an operator's key."""
         return httpx.get(self.url + path, headers=self.credentials.admin, timeout=30, trust_env=False)
 
     async def wait_ready(self) -> None:
-        """Raises ``RuntimeError``."""
+        """Wait until the services are ready. Raises ``RuntimeError`` on failure."""
         try:
             async with asyncio.timeout(_START_S):
-                while not await asyncio.to_thread(self._is_ready):  # noqa: ASYNC110 (nobody tells)
+                while not await asyncio.to_thread(self._is_ready):  # noqa: ASYNC110 (there is no event to wait for)
                     await asyncio.sleep(_EVERY_S)
         except TimeoutError:
             raise RuntimeError(f"the services are not ready; logs are in {self._running.directory}") from None
 
     def ended(self) -> list[str]:
-        """Services that have."""
+        """Return the services that have exited."""
         return [name for name, process in self._running.processes.items() if not process.running]
 
     async def look(self, findings: Findings) -> None:
-        """At the services, when all is over: they are there, they have nothing left to do, and no log tells of errors
-        that nobody had foreseen."""
+        """Check at the end that all services run, that no sequences are left, and that no log has unexpected errors."""
         for name in self.ended():
             findings.add("services", -1, "crash", f"{name} ended with {self._running.processes[name].wait()}")
         if findings.kinds["services crash"]:
@@ -66,13 +65,13 @@ class Target:
         left = 1.0
         try:
             async with asyncio.timeout(_QUIET_S):
-                while left := await asyncio.to_thread(self._sequences):  # noqa: ASYNC110 (nobody tells)
+                while left := await asyncio.to_thread(self._sequences):  # noqa: ASYNC110 (there is no event to wait for)
                     await asyncio.sleep(_EVERY_S)
         except TimeoutError:
-            findings.add("services", -1, "left running", f"{left} sequences of which nobody wants to hear")
+            findings.add("services", -1, "left running", f"{left} sequences without a client")
 
     def look_at_logs(self, findings: Findings) -> None:
-        """When the services have ended."""
+        """Check the logs for unexpected errors. Call it after the services have ended."""
         for name in self._running.processes:
             log = (self._running.directory / f"{name}.log").read_text(errors="replace")
             for text in UNFORESEEN:
@@ -94,7 +93,7 @@ class Target:
 
 @contextmanager
 def target(directory: Path, *, keys: bool, flags: tuple[str, ...] = _FLAGS) -> Iterator[Target]:
-    """Start the services, of which some may still be starting."""
+    """Start the services, and yield them. Some may still be starting."""
     credentials = Credentials(directory if keys else None)
     config = ClusterConfig(worker="fake", gateways=1, replicas=1, netns="F", step_ms=0, flags=flags + credentials.flags)
     with cluster(config, directory) as (running, _):

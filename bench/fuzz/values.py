@@ -1,11 +1,11 @@
-"""JSON that nobody expects, and texts of it that are none."""
+"""Unexpected JSON values, and invalid JSON texts."""
 
 import json
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
-_DEEP = "@deep@"  # stands for a nesting that json itself could not write
+_DEEP = "@deep@"  # placeholder for a nesting that ``json`` cannot write
 _NUMBERS = (
     0, -1, 1, 2, 7, 64, 255, 2**15, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63, 2**64, -(2**63), 10**30, 0.5, -0.0,
     1e-320, 1e308, -1e308, float("nan"), float("inf"), float("-inf"),
@@ -19,7 +19,7 @@ _NO_UTF8 = (b"\xff\xfe", b"\xc3", b"\xed\xa0\x80", b"\x00", b"\xf4\x90\x80\x80")
 
 
 def scalar(random: Random) -> Any:
-    """Any value without parts."""
+    """Return a random value that is no list or object."""
     kind = random.randrange(8)
     if kind < 3:
         return random.choice(_NUMBERS)
@@ -31,7 +31,7 @@ def scalar(random: Random) -> Any:
 
 
 def value(random: Random, depth: int = 3) -> Any:
-    """Anything at all."""
+    """Return a random value."""
     kind = random.randrange(12)
     if depth and kind == 0:
         return [value(random, depth - 1) for _ in range(random.choice((0, 1, 3, 20)))]
@@ -43,7 +43,7 @@ def value(random: Random, depth: int = 3) -> Any:
 
 
 def mutated(random: Random, document: Any) -> Any:
-    """A copy of ``document`` with something else in one place."""
+    """Return a copy of ``document`` with another value in one place."""
     document = json.loads(json.dumps(document))
     places = list(_places(document))
     if not places:
@@ -67,7 +67,7 @@ def mutated(random: Random, document: Any) -> Any:
 
 
 def write(random: Random, document: Any) -> bytes:
-    """As JSON, in one of its spellings; lone surrogates are escaped or, wrongly, not."""
+    """Return ``document`` as JSON in a random format. Lone surrogates are sometimes not escaped, which is invalid."""
     if random.random() < 0.8:
         text = json.dumps(document).encode()
     else:
@@ -80,7 +80,7 @@ def write(random: Random, document: Any) -> bytes:
 
 
 def broken(random: Random, text: bytes) -> bytes:
-    """``text`` with its bytes damaged."""
+    """Return ``text`` with damaged bytes."""
     at = random.randrange(len(text) + 1)
     damages: tuple[Callable[[], bytes], ...] = (
         lambda: text[:at],
@@ -98,7 +98,7 @@ def broken(random: Random, text: bytes) -> bytes:
 
 
 def _places(part: Any):
-    """Every (holder, key) in ``part``."""
+    """Yield every pair of a holder and a key in ``part``."""
     if isinstance(part, dict):
         for key in list(part):
             yield part, key

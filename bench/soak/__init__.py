@@ -1,1 +1,1 @@
-"""A long mixed load, and how much memory every process holds at its begin and at its end: ``python -m bench.soak``."""
+"""A long mixed load, and the memory of every process at its begin and its end: ``python -m bench.soak``."""

@@ -1,9 +1,10 @@
-"""Whether anything grows: ``make soak seconds=3600``, or ``python -m bench.soak [worker=cpu]``.
+"""Find memory leaks: ``make soak seconds=3600``, or ``python -m bench.soak [worker=cpu]``.
 
-A deployment of processes under a mixed load: answers that are known and answers that nobody has had before, streamed
-and whole, schemas, clients that go away, requests that are refused, files and batches. The memory of every process
-after ``settle`` seconds is compared with that at the end, resident and unshared. The last line is one JSON object; exit
-status 1 when some process holds more than ``growth`` times what it held, when one ended, or when a request failed.
+Runs a deployment of processes under a mixed load: requests with known answers and new requests, with and without
+streaming, schemas, clients that disconnect, requests that are refused, files and Batch jobs. The resident and the
+unshared memory of every process after ``settle`` seconds is compared with that at the end. The last line is one JSON
+object. The exit status is 1 if the memory of a process grew by more than the factor ``growth``, if a process exited, or
+if a request failed.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from bench.soak.load import Load
 from services.common.config import from_command_line
 
 _EVERY_S = 1.0
-_SHOWN = 5  # failures
+_SHOWN = 5  # largest number of printed failures
 _MB = 10**6
 
 Levels = dict[str, dict[str, float]]  # process -> rss and uss, MB
@@ -93,7 +94,7 @@ async def _soak(config: SoakConfig, running: Cluster) -> dict[str, Any]:
 
 
 async def _levels(running: Cluster, seconds: float) -> Levels:
-    """Medians over ``seconds``."""
+    """Return the medians of memory over ``seconds``."""
     samples: dict[str, list[Any]] = {name: [] for name in running.processes}
     until = time.monotonic() + seconds
     while True:

@@ -1,4 +1,4 @@
-"""Batches, one after the other: a file is sent, its lines run, their answers are read, and all is deleted."""
+"""Batch jobs, one after the other: upload a file, run its lines, read the answers, and delete all files."""
 
 import asyncio
 import io
@@ -15,7 +15,7 @@ _ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 class Batches:
-    """Runs on the program's event loop. ``failures`` are in words; there should be none."""
+    """A client of Batch jobs, on the program's event loop. ``failures`` has a message for each failure."""
 
     def __init__(self, url: str, lines: int, pause_s: float) -> None:
         self.done = 0
@@ -43,11 +43,11 @@ class Batches:
             await asyncio.sleep(_POLL_S)
             batch = await sdk.batches.retrieve(batch.id)
         if batch.status != "completed" or batch.output_file_id is None:
-            raise ValueError(f"it {batch.status}: {batch.errors}")
+            raise ValueError(f"status {batch.status}: {batch.errors}")
         answers = [json.loads(text) for text in (await sdk.files.content(batch.output_file_id)).content.splitlines()]
-        told = [answer["custom_id"] for answer in answers]
-        if told != [f"r{first + number}" for number in range(self._lines)]:
-            raise ValueError(f"{len(told)} lines of {self._lines} came back, or in another order")
+        returned = [answer["custom_id"] for answer in answers]
+        if returned != [f"r{first + number}" for number in range(self._lines)]:
+            raise ValueError(f"{len(returned)} lines of {self._lines} have answers, or the order differs")
         for name in (file.id, batch.output_file_id):
             await sdk.files.delete(name)
-        self.lines_done += len(told)
+        self.lines_done += len(returned)

@@ -1,4 +1,4 @@
-"""Requests of every kind, at a steady rate."""
+"""Requests of every kind, at a constant rate."""
 
 import asyncio
 import random
@@ -19,7 +19,7 @@ _SENTENCE = "Over one more hill they went, and past one more river. "
 
 
 class Load:
-    """Runs on the program's event loop. ``failures`` are in words; there should be none."""
+    """The clients, on the program's event loop. ``failures`` has a message for each failure."""
 
     def __init__(self, urls: Sequence[str], questions: Sequence[Question], rate: float, seed: int) -> None:
         self.done: Counter[str] = Counter()  # by kind
@@ -48,11 +48,11 @@ class Load:
                     await kind(http, self._chance.choice(self._urls))
                 self.done[name] += 1
             except (Defect, httpx.HTTPError, TimeoutError) as error:
-                told = f"{name} at {time.monotonic() - self._began:.0f} s: {error!r}"
-                self.failures.append(f"{told}, for {error.__cause__!r}" if error.__cause__ is not None else told)
+                failure = f"{name} at {time.monotonic() - self._began:.0f} s: {error!r}"
+                self.failures.append(f"{failure}, for {error.__cause__!r}" if error.__cause__ is not None else failure)
 
     async def _known(self, http: httpx.AsyncClient, url: str) -> None:
-        """One with a known answer, streamed or not."""
+        """Send a request with a known answer, streamed or not."""
         question = self._chance.choice(self._questions)
         if self._chance.random() < 0.5:
             answer = await ask_stream(http, url, question, Stream(), lambda: None)
@@ -61,11 +61,11 @@ class Load:
         check(question.right, answer)
 
     async def _fresh(self, http: httpx.AsyncClient, url: str) -> None:
-        """A prompt like no other, some of them long."""
+        """Send a new prompt. Some are long."""
         await ask_whole(http, url, Question(0, "/v1/completions", self._body() | {"max_tokens": 8}))
 
     async def _typed(self, http: httpx.AsyncClient, url: str) -> None:
-        """A schema like no other."""
+        """Send a request with a new schema."""
         schema = {"type": "object", "properties": {f"n{self._count}": {"type": "integer", "maximum": 9}}}
         told = {"type": "json_schema", "json_schema": {"name": "fresh", "schema": schema}}
         body = self._body() | {"max_tokens": 8, "response_format": told}
@@ -73,14 +73,14 @@ class Load:
         await ask_whole(http, url, Question(0, "/v1/chat/completions", body))
 
     async def _gone(self, http: httpx.AsyncClient, url: str) -> None:
-        """A client that goes away in the middle."""
+        """Disconnect during a stream."""
         body = self._body() | {"max_tokens": 500, "stream": True, "n": 2, "ignore_eos": True}
         async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
             async for _ in response.aiter_bytes():
                 break
 
     async def _refused(self, http: httpx.AsyncClient, url: str) -> None:
-        """One that must be refused."""
+        """Send a request that must be refused."""
         response = await http.post(f"{url}/v1/completions", json=self._body() | {"max_tokens": -1})
         if response.status_code != httpx.codes.BAD_REQUEST:
             raise Defect("wrong", f"status {response.status_code} for max_tokens=-1: {response.text[:200]}")

@@ -223,7 +223,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         if self.step_s:
             lasts_s = self.step_s + self.token_s * int(self.model.checker.last.batch.token_counts.sum())
             await asyncio.sleep(max(0.0, lasts_s - (time.perf_counter() - begun)))
-        for prefill in self.traces.see(plan, 0) if self.traces is not None else ():
+        for prefill in self.traces.start_plan(plan, 0) if self.traces is not None else ():
             prefill.end(Timing())
         if self.poison is not None and self._is_poisoned(plan, result):
             self.deaths += 1

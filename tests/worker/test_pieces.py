@@ -95,20 +95,20 @@ def test_attentions_are_launched_between_the_graphs(device):
 )
 def test_a_capture_that_fails_says_why_and_leaves_no_graph(device, fails_at, broken, message, of_memory):
     """Connections to other ranks would wait for graphs that nobody ends."""
-    from services.worker.boot.cuda import _let_go, _out_of_memory
+    from services.worker.boot.cuda import is_out_of_memory, release_frames
 
     device.fails_at = fails_at
     with pytest.raises((RuntimeError, ValueError), match=message) as failed:
         capture(4, broken)
-    assert _out_of_memory(failed.value) == of_memory
-    _let_go(failed.value)
+    assert is_out_of_memory(failed.value) == of_memory
+    release_frames(failed.value)
     gc.collect()
     assert len(device.graphs) >= 2
     assert [graph() for graph in device.graphs if graph() is not None] == []
 
 
 def test_what_an_error_came_of_is_let_go_too():
-    from services.worker.boot.cuda import _let_go, _out_of_memory
+    from services.worker.boot.cuda import is_out_of_memory, release_frames
 
     class Held: ...
 
@@ -127,8 +127,8 @@ def test_what_an_error_came_of_is_let_go_too():
 
     with pytest.raises(RuntimeError, match="and then this") as failed:
         second()
-    assert _out_of_memory(failed.value)
-    _let_go(failed.value)
+    assert is_out_of_memory(failed.value)
+    release_frames(failed.value)
     gc.collect()
     assert made[0]() is None
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.plan.types import NO_GROUPS, Batch, Groups, Limits
-from services.worker.runner.cuda.inputs import build, fill_up, padded, standing
+from services.worker.runner.cuda.inputs import build, fill_up, padded, split
 from services.worker.step.slots import SlotTable
 from tests.properties import examples
 from tests.worker.driver import admission
@@ -108,7 +108,7 @@ def test_the_parts_of_a_cut_step_have_its_rows_and_their_groups(step, data):
     cuts = [row for row in range(1, len(batch.slots)) if row not in inner and data.draw(st.booleans())]
     sizes = tuple(np.diff([0, *cuts, len(batch.slots)]).tolist())
     rows, prefixes = [], {}
-    for part in standing(batch, groups, sizes, PAGE):
+    for part in split(batch, groups, sizes, PAGE):
         rows += zip(part.batch.slots.tolist(), part.batch.token_counts.tolist(), strict=True)
         assert part.singles == (part.batch.token_counts == 1).all()
         assert (part.spans is None) == (not part.singles or not len(part.groups))

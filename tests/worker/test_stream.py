@@ -44,7 +44,7 @@ def test_an_older_scheduler_gets_them_one_by_one():
 
 
 def test_a_large_answer_ends_its_message(monkeypatch):
-    monkeypatch.setattr(module, "_LARGE", 100)
+    monkeypatch.setattr(module, "_LARGE_BYTES", 100)
     sender = stream()
     answer(sender, 1)
     sender.answer(plan_pb2.StepResult(step=2, token_ids=range(50)))

@@ -61,7 +61,7 @@ def test_a_step_has_so_many_spans_at_most(collector):
     traces, slots = PrefillTraces(tracing), range(200)
     admissions = [admission(slot, [5, 6], [slot], traceparent=TRACEPARENT) for slot in slots]
     batch = plan_pb2.Batch(slots=slots, token_counts=[1] * len(slots))
-    assert traces.see(plan_pb2.StepPlan(admissions=admissions, batch=batch), 0) == []
-    through = traces.see(plan_pb2.StepPlan(admissions=[admission(200, [5], [200], traceparent=TRACEPARENT)]), 0)
+    assert traces.start_plan(plan_pb2.StepPlan(admissions=admissions, batch=batch), 0) == []
+    through = traces.start_plan(plan_pb2.StepPlan(admissions=[admission(200, [5], [200], traceparent=TRACEPARENT)]), 0)
     assert len(through) == 64
     tracing.close()

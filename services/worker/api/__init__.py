@@ -1,4 +1,5 @@
-"""The gRPC side of the worker.
+"""The gRPC service of the worker.
 
-Threads: ``rpc_N``, one for each call; ``plans`` receives plans; gRPC's events begin calls; ``asyncio_N`` drains.
+Threads: ``rpc_N``, one for each call, sends; ``plans`` receives plans; gRPC's own thread starts calls; ``asyncio_N``
+drains.
 """

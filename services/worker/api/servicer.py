@@ -1,4 +1,4 @@
-"""WorkerService over gRPC: one stream of plans at a time, handed to the engine. Calls run on gRPC's threads."""
+"""The gRPC service: passes the plans of one stream at a time to the engine. Calls run on gRPC's threads."""
 
 import threading
 from collections.abc import Iterator
@@ -15,15 +15,15 @@ log = structlog.get_logger(__name__)
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Answers UNAVAILABLE until ``info`` is set, which says that the engine has booted."""
+    """The servicer of WorkerService. Calls fail with UNAVAILABLE until ``info`` is set, when the engine has booted."""
 
     def __init__(self, engine: Engine) -> None:
         self.info: worker_pb2.WorkerInfo | None = None
         self._engine = engine
-        self._lock = threading.Lock()  # of what follows, and of every stream's ``closed``
+        self._lock = threading.Lock()  # protects the following fields and the ``closed`` of every stream
         self._current: Stream | None = None
         self._draining = False
-        self._closed = threading.Condition(self._lock)  # told when no stream is open
+        self._closed = threading.Condition(self._lock)  # notified when no stream is open
 
     def GetWorkerInfo(
         self, request: worker_pb2.GetWorkerInfoRequest, context: grpc.ServicerContext
@@ -33,11 +33,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def RunSteps(
         self, requests: Iterator[worker_pb2.RunStepsRequest], context: grpc.ServicerContext
     ) -> Iterator[worker_pb2.RunStepsResponse]:
-        """This thread sends; another one receives."""
+        """Run the plans of a stream. The calling thread sends results; another thread receives plans."""
         info = self._ready_info()
         stream = self._open(next(requests, None), info)
         try:
-            # Called when the client goes away, of which this thread hears nothing while it waits for an answer.
+            # The callback runs when the client disconnects, which this thread cannot notice while it waits for results.
             if not context.add_callback(lambda: self._close(stream)):
                 return
             ready = worker_pb2.Ready(incarnation_id=info.incarnation_id, takes_plans_together=True)
@@ -52,19 +52,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._close(stream)
 
     def fail(self, error: TokaError) -> None:
-        """End the stream that is open, as nothing more will be answered."""
+        """End the open stream with ``error``, because the engine will send no more results."""
         with self._lock:
             if self._current is not None:
-                self._current.end(error)
+                self._current.fail(error)
 
-    def drain(self, patience_s: float) -> None:
-        """Take no more streams and plans; returns when the plans of the open one are answered and it has ended well, or
-        after ``patience_s`` seconds."""
+    def drain(self, timeout_s: float) -> None:
+        """Refuse further streams and plans, and wait until the open stream has its results and ends, or the timeout."""
         with self._lock:
             self._draining = True
             if self._current is not None:
                 self._engine.finish(self._current)
-            self._closed.wait_for(lambda: self._current is None, patience_s)
+            self._closed.wait_for(lambda: self._current is None, timeout_s)
 
     def _ready_info(self) -> worker_pb2.WorkerInfo:
         self._refuse_when_draining()
@@ -101,7 +100,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._refuse_when_draining()
             if self._current is not None:
                 self._current.closed = True
-                self._current.end(Superseded(f"scheduler {stream.scheduler_id!r} has taken this worker over"))
+                self._current.fail(Superseded(f"scheduler {stream.scheduler_id!r} has taken this worker over"))
             self._current = stream
             self._engine.open(stream)
         log.info("scheduler connected", scheduler=stream.scheduler_id, plans_in_flight=stream.plans_in_flight)
@@ -115,22 +114,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 for plan in stream.plans_of(request):
                     self._engine.submit(stream, plan)
         except grpc.RpcError:
-            pass  # the client has gone: the stream is closed
+            pass  # the client has disconnected, which closes the stream
         except Exception as error:
-            stream.end(error)
+            stream.fail(error)
         else:
             self._engine.finish(stream)
 
     def _close(self, stream: Stream) -> None:
-        """From any thread, once or more often."""
+        """Close ``stream``. Any thread may call it, several times."""
         with self._lock:
             if not stream.closed:
                 stream.closed = True
                 self._engine.close(stream)
-            gone = self._current is stream
-            if gone:
+            was_current = self._current is stream
+            if was_current:
                 self._current = None
                 self._closed.notify_all()
-        stream.finish()  # nobody waits any more
-        if gone:
-            log.info("scheduler gone", scheduler=stream.scheduler_id)
+        stream.finish()  # wakes the sending thread, if it still waits for results
+        if was_current:
+            log.info("scheduler disconnected", scheduler=stream.scheduler_id)

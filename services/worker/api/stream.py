@@ -1,21 +1,21 @@
-"""One RunSteps stream: gRPC's threads, of which one receives and one sends, on one side, the engine's on the other."""
+"""The state of a RunSteps stream, shared by the engine's threads and two of gRPC's: one receives, one sends."""
 
 import queue
 
-from services.common.errors import InvalidRequest, TokaError
+from services.common.errors import InvalidRequest
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
 _END = object()
-# Bytes of a result that is not sent with others: what a message holds is limited.
-_LARGE = 1 << 20
+# From this many bytes on, a result ends its message, since the size of a message is limited.
+_LARGE_BYTES = 1 << 20
 
 
 class Superseded(Exception):
-    """A new hello has taken the worker over; this stream ends with ABORTED."""
+    """Another scheduler has taken the worker over; the stream ends with ABORTED."""
 
 
 class Stream:
-    """Answers wait in a queue that ``plans_in_flight`` bounds: the client may not have more plans unanswered."""
+    """An open stream with its queue of results. ``plans_in_flight`` bounds the plans without a result, so the queue."""
 
     def __init__(self, hello: worker_pb2.Hello) -> None:
         self.plans_in_flight, self.scheduler_id = hello.plans_in_flight, hello.scheduler_id
@@ -23,31 +23,27 @@ class Stream:
         self.closed = False  # set under the servicer's lock, read by the engine's threads
         self._together = hello.takes_results_together
         self._outbox: queue.SimpleQueue[plan_pb2.StepResult | Exception | object] = queue.SimpleQueue()
-        self._last: Exception | object | None = None  # what the stream ends with, once it was taken from the outbox
-        self._received = 0  # plans; of the receiving thread
-        self._answered = 0  # of the sending thread
-
-    # -- from the engine's threads
+        self._last: Exception | object | None = None  # the end of the stream, once it is taken from the outbox
+        self._received = 0  # plans; used by the receiving thread
+        self._answered = 0  # plans; used by the sending thread
 
     def answer(self, result: plan_pb2.StepResult) -> None:
+        """Queue ``result``. Any thread may call it."""
         self._outbox.put(result)
 
-    def fail(self, error: TokaError) -> None:
-        """End the stream with ``error``, behind the answers so far."""
+    def fail(self, error: Exception) -> None:
+        """End the stream with ``error``, after the queued results. Any thread may call it."""
         self._outbox.put(error)
 
     def finish(self) -> None:
-        """End the stream well, behind the answers so far."""
+        """End the stream without an error, after the queued results. Any thread may call it."""
         self._outbox.put(_END)
 
-    # -- from gRPC's threads
-
-    def end(self, error: Exception) -> None:
-        """From any thread: as ``fail``."""
-        self._outbox.put(error)
-
     def plans_of(self, request: worker_pb2.RunStepsRequest) -> list[plan_pb2.StepPlan]:
-        """What a message brings. Raises ``InvalidRequest``, also for more plans than were agreed."""
+        """Return the plans of a message.
+
+        Raises ``InvalidRequest`` for a message without plans, and for more plans in flight than the hello allows.
+        """
         kind = request.WhichOneof("payload")
         if kind not in ("plan", "plans"):
             raise InvalidRequest("after the hello every message must be a plan", field="plan")
@@ -60,11 +56,13 @@ class Stream:
         return plans
 
     def next_message(self) -> worker_pb2.RunStepsResponse | None:
-        """The next answer, with those behind it that are there if the client takes them together. None at the end;
-        raises what the stream failed with."""
+        """Wait for results and return them as a message, or None at the end. Raises the error of a failed stream.
+
+        A message has several results only if the hello allows that.
+        """
         results = self._take() if self._last is None else []
         if results:
-            self._answered += len(results)  # before the client has them, and may send as many plans
+            self._answered += len(results)  # before the client receives them, since it may then send more plans
             if len(results) == 1:
                 return worker_pb2.RunStepsResponse(result=results[0])
             return worker_pb2.RunStepsResponse(results=worker_pb2.StepResults(results=results))
@@ -73,13 +71,13 @@ class Stream:
         return None
 
     def _take(self) -> list[plan_pb2.StepResult]:
-        """Waits for one. None at all when the end comes first."""
+        """Wait for a result, and return it with those behind it. Return an empty list at the end of the stream."""
         results = []
         item = self._outbox.get()
         try:
             while isinstance(item, plan_pb2.StepResult):
                 results.append(item)
-                if not self._together or item.ByteSize() > _LARGE:
+                if not self._together or item.ByteSize() > _LARGE_BYTES:
                     return results
                 item = self._outbox.get_nowait()
             self._last = item

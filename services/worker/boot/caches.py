@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, so that a restart finds them. No torch here."""
+"""The directory of compiled kernels, which a restart reuses. This module does not import torch."""
 
 import os
 import tempfile
@@ -7,7 +7,7 @@ from pathlib import Path
 from services.common.errors import InvalidRequest
 from services.common.host.private_files import WRITING, warn_if_shared
 
-# Read by inductor and Triton when they compile, by FlashInfer when it is loaded.
+# Environment variable -> subdirectory. Inductor and Triton read theirs when they compile, FlashInfer when it is loaded.
 _VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
@@ -16,15 +16,16 @@ _VARIABLES = {
 
 
 def keep_compiled_code_in(directory: str) -> None:
-    """Point every compiler's cache into ``directory``, which is made. Call it before any of them runs.
+    """Set the cache of every compiler to a subdirectory of ``directory``. Call it before any compiler runs.
 
-    Takes precedence over those compilers' own variables. Raises ``InvalidRequest`` where it cannot be written.
+    Creates the directories and overwrites the compilers' own variables. Raises ``InvalidRequest`` if ``directory``
+    cannot be written.
     """
     base = Path(directory).expanduser().absolute()
     try:
         for name in _VARIABLES.values():
             (base / name).mkdir(parents=True, exist_ok=True)
-            # Only writing tells: permissions do not know of read-only mounts.
+            # Write a file, since permissions do not show that a file system is mounted read-only.
             with tempfile.TemporaryFile(dir=base / name):
                 pass
     except OSError as error:
@@ -33,6 +34,6 @@ def keep_compiled_code_in(directory: str) -> None:
             " choose a directory that this user may write, or leave the flag out",
             field="compile_cache_dir",
         ) from error
-    # The compilers load and run what they find there.
+    # The compilers run the code in these directories, so other users must not be able to write it.
     warn_if_shared("compiled code", [base, *(base / name for name in _VARIABLES.values())], WRITING)
     os.environ |= {variable: str(base / name) for variable, name in _VARIABLES.items()}

@@ -1,4 +1,4 @@
-"""From flags to a runner that has proved itself: device, weights, cache, and every kernel compiled."""
+"""The boot: makes a runner from flags. Chooses the device, loads weights, sizes the cache and compiles every kernel."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from services.common.errors import InvalidRequest
 from services.common.host import resources as host
 from services.common.model import files as model_files
 from services.common.model.json_object import read_json
-from services.common.plan.types import Admission, Batch, Limits
+from services.common.plan.types import Admission, Batch, Limits, Plan
 from services.worker.attention import flashinfer_spans
 from services.worker.attention.base import AttentionBackend
 from services.worker.attention.factory import make_attention
@@ -31,7 +31,7 @@ from services.worker.boot.compilation import (
 from services.worker.boot.precompile.background import KernelCompiler
 from services.worker.boot.precompile.job import Gpu, Job
 from services.worker.boot.progress import BootProgress
-from services.worker.boot.rehearsal import PLAIN, decodes, every_feature, mixed, step
+from services.worker.boot.rehearsal import PLAIN, decodes, every_feature, mixed
 from services.worker.described.choices import NAMES, Device, FlagChoice, agree, choose
 from services.worker.described.config import ModelConfig
 from services.worker.described.memory import rotation_bytes, weight_bytes
@@ -55,9 +55,9 @@ from services.worker.runner.shards import ShardThreads
 from services.worker.runner.stage_runner import StageRunner
 from services.worker.sampling.grammars import SlotGrammars, load_grammars
 
-# More parts of a step than any schedule for a pipeline has.
+# More micro-batches than any pipeline schedule uses.
 _MAX_MICRO_BATCHES = 128
-# What all workers of a replica must have alike: they run the same plans.
+# Flags that must be equal on all workers of a replica, since they run the same plans.
 _SHARED_FLAGS = (
     *("model", "tp_size", "pp_size", "pp_layers", "dp_rank", "dtype", "load_format", "quantization"),
     *("kv_cache_dtype", "page_size", "max_context_tokens", "piecewise_cudagraph_max_tokens", "async_tp_threshold"),
@@ -69,14 +69,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Booted:
-    """What the server needs to know of a runner that is ready."""
+    """A runner that is ready, with the facts about it that the server publishes."""
 
     runner: Runner
     model: str
     device: str
     dtype: str
     ranks: Ranks = ALONE
-    group: RankGroup | None = None  # the other workers of the replica; closed with the runner
+    group: RankGroup | None = None  # connections to the other ranks; closed with the runner. None = one rank
     choices: tuple[FlagChoice, ...] = ()  # the flags that can be ``auto``, with their values and reasons
 
 
@@ -86,12 +86,11 @@ def boot(
     progress: BootProgress | None = None,
     compiler: KernelCompiler | None = None,
 ) -> Booted:
-    """Load the model and run every kind of step, in the thread that will run the steps.
+    """Load the model and run every kind of step. Call it in the thread that will run the steps.
 
-    ``on_lost`` is called, in any thread, if the replica cannot continue. It may be called as soon as the workers of the
-    replica are connected, since a rank may wait for another rank for ever. ``progress`` reports the phases.
-    ``compiler`` compiles kernels meanwhile, and is closed at the end. Raises ``InvalidRequest``, which names the flag
-    and the fix.
+    ``on_lost`` is called, in any thread, if the replica cannot continue. This can happen as soon as its workers are
+    connected, while this call waits for another rank. ``progress`` reports the phases. ``compiler`` compiles kernels
+    during the boot, and is closed at the end. Raises ``InvalidRequest``, which names the flag and the fix.
     """
     progress = progress or BootProgress()
     started = time.perf_counter()
@@ -104,7 +103,9 @@ def boot(
     if device.type == "cuda":
         from services.worker.boot.cuda import make_runner  # loads Triton
 
-        _load_flashinfer(described.head_dim, cache_dtype(config, dtype))
+        # FlashInfer takes 2 s to load, while this thread waits for the driver and for weights.
+        arguments = described.head_dim, cache_dtype(config, dtype)
+        threading.Thread(target=flashinfer_spans.available, args=arguments, name="load FlashInfer", daemon=True).start()
     max_context = described.max_context_tokens
     log.info("rope", kind=described.rope.kind, scaling=describe_scaling(described.rope, max_context))
     refuse_unshareable(described, ranks.tp_size)
@@ -160,16 +161,18 @@ def boot(
         undo.pop_all()
     progress.finish()
     log.info("model ready", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
-    choices = _with_cache_size(choices, runner.limits)
+    cache_tokens = str(runner.limits.page_count * runner.limits.page_size)
+    choices = tuple(each._replace(value=cache_tokens) if each.value == "auto" else each for each in choices)
     if not (ranks.tp_rank or ranks.pp_rank or config.dp_rank):
         log.info("settings", device=facts.name, **{each.name: each.value for each in choices})
     return Booted(runner, card.name, str(device), _name(dtype), ranks, group, choices)
 
 
 def read_model(config: WorkerConfig) -> tuple[model_files.ModelCard, ModelConfig]:
-    """Return the files of the model that ``config`` names, and its description with the context that ``config`` allows.
+    """Return the files and the description of the model that ``config`` names. The context limit is that of ``config``.
 
-    Raises ``InvalidRequest`` naming the file or flag."""
+    Raises ``InvalidRequest``, which names the file or flag.
+    """
     card = model_files.read_card(config.model, config.served_model_name, weights=config.load_format != "dummy")
     described = read_model_config(read_json(card.directory / "config.json", required=True))
     return card, replace(described, max_context_tokens=_max_context(config, described.max_context_tokens))
@@ -185,8 +188,10 @@ def make_model(
     *,
     memory: torch.device | None = None,
 ) -> DecoderModel:
-    """Return a rank's ``layers`` of the model, without values. ``memory``: where its tensors are, ``device`` unless it
-    is given."""
+    """Return a rank's ``layers`` of the model with uninitialised weights.
+
+    ``memory`` is the device of the tensors, by default ``device``.
+    """
     kernels = make_kernels(device, dtype, compiled=config.torch_compile)
     local = local_config(described, ranks, layers)
     linear = make_linear(local, dtype, device, config.quantization, ranks.tp_size)
@@ -195,15 +200,11 @@ def make_model(
     return DecoderModel(described, dtype, where, kernels, linear, adds_in_product=adds, ranks=ranks, layers=layers)
 
 
-def _load_flashinfer(head_dim: int, dtype: torch.dtype) -> None:
-    """Load FlashInfer in a thread. It takes 2 s, in which this thread waits for the driver and for weights."""
-    arguments = (head_dim, dtype)
-    threading.Thread(target=flashinfer_spans.available, args=arguments, name="load FlashInfer", daemon=True).start()
-
-
 def _facts(device: torch.device, group: RankGroup | None) -> Device:
-    """Return what is known of ``device`` before anything is loaded. Ranks take the least of their sizes, so that all
-    of them choose alike."""
+    """Return the properties of ``device`` before the model is loaded.
+
+    Sizes are the smallest of all ranks, so that the ranks choose equal settings.
+    """
     if device.type == "cpu":
         free, processors = host.available_memory(), host.usable_processors()
         name, total, capability = "CPU", free, (0, 0)
@@ -217,24 +218,18 @@ def _facts(device: torch.device, group: RankGroup | None) -> Device:
     return Device("cpu" if device.type == "cpu" else "cuda", name, free, total, processors, capability)
 
 
-def _with_cache_size(choices: tuple[FlagChoice, ...], limits: Limits) -> tuple[FlagChoice, ...]:
-    """Return ``choices`` with the size of the cache that was made."""
-    size = str(limits.page_count * limits.page_size)
-    return tuple(each._replace(value=size) if each.value == "auto" else each for each in choices)
-
-
 def _load_grammars(config: WorkerConfig, card: model_files.ModelCard, group: RankGroup | None) -> SlotGrammars | None:
-    """None where this rank, or another of the replica, has no tokenizer that grammars can be followed with."""
+    """Return the grammars, or None if a rank of the replica has no tokenizer that supports them."""
     found = load_grammars(config.tokenizer or str(card.directory), card)
-    everyone = found is not None if group is None else group.least(int(found is not None))
+    supported = found is not None if group is None else group.least(int(found is not None))
     reports = group is None or group.ranks.reports
-    return SlotGrammars(found, card.vocab_size, reports=reports) if found is not None and everyone else None
+    return SlotGrammars(found, card.vocab_size, reports=reports) if found is not None and supported else None
 
 
 def make_limits(
     config: ChosenWorkerConfig, model: DecoderModel, page_count: int, max_context: int, **more: Any
 ) -> Limits:
-    """What plans must fit into, with a cache of ``page_count`` pages."""
+    """Return the limits of plans for a cache of ``page_count`` pages. ``more`` sets further fields of ``Limits``."""
     return Limits(
         page_size=config.page_size,
         page_count=page_count,
@@ -248,7 +243,7 @@ def make_limits(
 
 
 def make_cache(config: WorkerConfig, model: DecoderModel, page_count: int) -> KvCache:
-    """A cache for ``model``, on its device."""
+    """Return a KV cache for ``model``, on its device."""
     local = model.local
     return KvCache(
         layers=len(local.layers),
@@ -262,7 +257,7 @@ def make_cache(config: WorkerConfig, model: DecoderModel, page_count: int) -> Kv
 
 
 def cache_dtype(config: WorkerConfig, dtype: torch.dtype) -> torch.dtype:
-    """Return what the keys and values of a model of ``dtype`` are kept as."""
+    """Return the dtype of the KV cache for a model of ``dtype``."""
     return FP8 if config.kv_cache_dtype == "fp8" else dtype
 
 
@@ -274,10 +269,10 @@ def _make_cpu_runner(
     group: RankGroup | None,
     grammars: SlotGrammars | None,
 ) -> StepRunner:
-    """A runner that has run every kind of step."""
+    """Return a runner for a CPU that has run every kind of step."""
     from services.worker.models.fused_cpu import FusedDecoder, supports  # loads numba
 
-    page_count = cast(int, config.page_count)  # ``auto`` has a value on CPUs
+    page_count = cast(int, config.page_count)  # ``choose`` replaces ``auto`` on CPUs
     cache = make_cache(config, model, page_count)
     attention = make_attention(
         cache, model.local.heads, [layer.attention for layer in model.local.layers], compiled=config.torch_compile
@@ -300,9 +295,9 @@ def _make_stage_runner(
     group: RankGroup,
     grammars: SlotGrammars | None,
 ) -> StepRunner:
-    """One of several ranks, all of which have run every kind of step together."""
-    parts = _MAX_MICRO_BATCHES if group.ranks.pp_size > 1 else 1
-    more = {"max_micro_batches": parts, "grammars": grammars is not None}
+    """Return the runner of one of several ranks, after all ranks have run every kind of step together."""
+    micro_batches = _MAX_MICRO_BATCHES if group.ranks.pp_size > 1 else 1
+    more = {"max_micro_batches": micro_batches, "grammars": grammars is not None}
     limits = make_limits(config, model, cache.page_count, max_context, **more)
     exchanges = make_exchanges(group.ranks, model.config.hidden_size * model.dtype.itemsize)
     runner = StageRunner(model, cache, attention, limits, group, exchanges, grammars if model.last else None)
@@ -318,19 +313,19 @@ def _make_stage_runner(
 
 
 def warm_up(runner: StepRunner) -> None:
-    """A prefill, a mixed step and decodes with every sampling feature, so that nothing is compiled while serving."""
+    """Run prefills and decodes with every sampling feature, so that no step of a request compiles."""
     limits = runner.limits
     rows = min(limits.max_slots, limits.page_count, limits.max_tokens_per_step, 16)
     tokens = min(max(1, limits.page_size - 1), limits.max_context_tokens, limits.max_tokens_per_step // rows)
     page = np.zeros(1, np.int64)
     both = every_feature(limits), PLAIN
     admissions = tuple(Admission(row, np.zeros(tokens, np.int64), 0, page + row, both[row % 2]) for row in range(rows))
-    everyone = np.arange(rows)
-    runner.run(step(1, Batch(everyone, np.full(rows, tokens)), admissions))
+    slots = np.arange(rows)
+    runner.run(Plan(1, admissions=admissions, batch=Batch(slots, np.full(rows, tokens))))
     if tokens < min(limits.page_size, limits.max_context_tokens):
-        runner.run(step(2, Batch(everyone, np.ones(rows, np.int64))))
+        runner.run(Plan(2, batch=Batch(slots, np.ones(rows, np.int64))))
     runner.reset()
-    # A single token is a size of its own to compilers.
+    # Compilers make separate code for a single token.
     for plan in decodes(limits, 1, PLAIN):
         runner.run(plan)
     runner.reset()
@@ -358,26 +353,29 @@ def _dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:
 def _join_replica(
     config: WorkerConfig, ranks: Ranks, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> RankGroup | None:
-    """The other workers of the replica, once all have come; None = there are none."""
+    """Wait for the other workers of the replica, and return the connections. Return None for a single rank."""
     if ranks.alone:
         return None
     settings = config.model_dump(mode="json", include=set(_SHARED_FLAGS))
     settings |= {"device": device.type, "dtype": _name(dtype)}
-    # Whether a step is a graph depends on it, and ranks must agree.
+    # With FlashInfer, other steps are CUDA graphs. All ranks must launch the same steps in the same way.
     settings |= {INSTALLED: device.type == "cuda" and flashinfer_spans.available(head_dim, dtype)}
     return RankGroup(ranks, config.master_addr, config.master_port, device, settings)
 
 
 def _threads(config: ChosenWorkerConfig, device: torch.device, ranks: Ranks) -> ShardThreads:
-    """On a CPU each part of a batch has a thread of its own, so torch's operators need no more."""
+    """Return the threads of a batch's shards, and set the number of threads of torch's operators.
+
+    On a CPU, each shard runs in one thread and torch's operators use no further threads. Other cases have one shard.
+    """
     if device.type != "cpu":
         return ShardThreads(1)
     cores = len(os.sched_getaffinity(0))
-    if not ranks.alone:  # one thread calls the collectives, on all ranks in one order
+    if not ranks.alone:  # one thread must call the collectives, in the same order on all ranks
         torch.set_num_threads(config.torch_num_threads or max(1, cores // ranks.size))
         return ShardThreads(1)
     wanted = config.torch_num_threads or cores
-    if config.torch_compile:  # one compiled graph for the whole batch
+    if config.torch_compile:  # the whole batch is one compiled graph
         torch.set_num_threads(wanted)
         return ShardThreads(1)
     torch.set_num_threads(1)

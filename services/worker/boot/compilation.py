@@ -1,7 +1,7 @@
 """torch.compile for the model's layers: one layer is compiled, for any number of tokens, and all layers run its code.
 
-Nothing is compiled while serving. A worker without torch.compile does not import the compiler, whose import takes as
-long as that of the rest of torch.
+All compilation ends with the boot. A worker without torch.compile does not import the compiler, because this takes as
+long as importing the rest of torch.
 """
 
 import contextlib
@@ -21,33 +21,30 @@ _SMALLEST_DYNAMIC = 2
 _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     # The runner captures CUDA graphs itself, around the whole step.
     "triton.cudagraphs": False,
-    # It takes minutes, and the kernels are bound by memory.
+    # Autotuning takes minutes, and the kernels are bound by memory.
     "max_autotune": False,
     "coordinate_descent_tuning": False,
-    # Fused operators keep what is between them in float32: faster and closer to the exact result.
+    # Fused operators keep intermediate values in float32, which is faster and more precise.
     "emulate_precision_casts": False,
-    # Checks of every buffer's layout, in Python, at every call.
+    # These would check the layout of every buffer in Python at every call.
     "size_asserts": False,
     "alignment_asserts": False,
-    # It would copy matrices to rounder sizes. A model's sizes are round.
+    # Padding would copy matrices to multiples of powers of two, which the sizes of a model already are.
     "shape_padding": False,
     "comprehensive_padding": False,
 }
 _MOST_GRAPHS = 32
-# Whether the warm-up is over.
-_ready = False
-# Graphs that were compiled before that.
-_expected = 0
-# Variants of Triton kernels since then.
-_kernels = 0
+_ready = False  # the warm-up has ended
+_expected = 0  # graphs that the warm-up compiled
+_kernels = 0  # variants of Triton kernels that were made since the warm-up
 
 
 def compile_model(model: DecoderModel) -> None:
-    """Compile the layers of ``model`` in place: one graph for all of them, each for any number of tokens from 2 on.
+    """Replace the layers of ``model`` by one compiled graph, for any number of tokens from 2 on.
 
-    A layer that selects tokens (``keep``), a layer without a ``delta`` and each way in which ranks exchange activations
-    is a graph of its own. Compilation happens at the first calls, which are the warm-up's. One token, or one kept
-    token, takes a further graph: on CUDA, batches are padded.
+    Compilation happens at the first calls, in the warm-up. A layer that selects tokens (``keep``), a layer without a
+    ``delta`` and each strategy of exchanging activations compile a separate graph. So does a step of one token or one
+    kept token; CUDA has no such steps, because their batches are padded.
     """
     import torch._dynamo
 
@@ -55,14 +52,14 @@ def compile_model(model: DecoderModel) -> None:
     _ready = False
     # The default of 8 is too low for models with several exchanges.
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
-    # Compilers suggest to compute float32 with fewer bits. A model in float32 is to keep them all.
+    # Compilers suggest to compute float32 with fewer bits. The results of a float32 model must keep full precision.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
     compiled = torch.compile(DecoderLayer.forward, dynamic=True, fullgraph=True, options=_OPTIONS)
 
     def run_layer(layer: DecoderLayer, index: int, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not _ready:
             for each in arguments:
-                # Otherwise sizes that happen to be equal at the first call are taken to be always equal.
+                # Otherwise the compiler assumes that sizes which are equal at the first call are always equal.
                 if isinstance(each, torch.Tensor) and each.shape[0] >= _SMALLEST_DYNAMIC:
                     torch._dynamo.mark_dynamic(each, 0)
         outcome: tuple[torch.Tensor, torch.Tensor | None] = compiled(layer, index + FIRST_LAYER, *arguments)
@@ -81,7 +78,7 @@ def mark_ready() -> None:
     """End the warm-up: count what is compiled from now on as recompilations."""
     global _ready, _expected, _kernels
     _ready, _expected, _kernels = True, compilations(), 0
-    if "triton" in sys.modules:  # else no kernel of ours was made: on CPUs it may not even be installed
+    if "triton" in sys.modules:  # not loaded on CPUs, where it may not be installed
         sys.modules["triton"].knobs.runtime.jit_post_compile_hook = _count_kernel
 
 
@@ -91,10 +88,10 @@ def recompilations() -> int:
 
 
 def kernel_compilations() -> int:
-    """Return how many variants of our Triton kernels were made since ``mark_ready``.
+    """Return how many variants of Triton kernels were made since ``mark_ready``.
 
-    A variant is made for arguments of a kind that the warm-up did not have. A variant that was found on disk counts as
-    well: loading it delayed a step. Only the compute thread makes variants.
+    A variant is made when a kernel has arguments of a kind that did not occur in the warm-up. A variant from the disk
+    cache counts as well, because loading it delays a step. Only the compute thread makes variants.
     """
     return _kernels
 
@@ -105,8 +102,10 @@ def _count_kernel(**_: object) -> None:
 
 
 def forbid_recompilation() -> contextlib.AbstractContextManager[None]:
-    """Have every thread raise ``RuntimeError``, which names the guard that failed, instead of compiling. Used as a
-    context manager, it ends with the context."""
+    """Make every thread raise ``RuntimeError`` with the failed guard instead of compiling.
+
+    This is permanent, unless the result is used as a context manager.
+    """
     stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("fail_on_recompile")
     return stance
 

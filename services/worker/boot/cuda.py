@@ -1,4 +1,4 @@
-"""The part of the boot that only CUDA needs: measure memory, size the cache, compile and prove all steps."""
+"""The part of the boot that only CUDA needs: measures memory, sizes the cache, compiles and runs every kind of step."""
 
 import gc
 import time
@@ -33,10 +33,10 @@ from services.worker.runner.cuda.state import DeviceState
 from services.worker.sampling.fused import FusedSampler
 from services.worker.sampling.grammars import SlotGrammars
 
-# Parts of a step: each takes places for its inputs and results.
+# Each micro-batch in flight has its own buffers for inputs and results.
 _MAX_MICRO_BATCHES = 16
 
-# Steps whose activations a stage may have received and not begun with: it is given so many plans ahead.
+# Steps whose activations a stage may have received and not started, since it receives plans ahead.
 _RECEIVED_AHEAD = 4
 
 log = structlog.get_logger(__name__)
@@ -50,9 +50,11 @@ def make_runner(
     grammars: SlotGrammars | None = None,
     progress: BootProgress | None = None,
 ) -> CudaRunner:
-    """A runner with the cache that was asked for, or with all that fits. Raises ``InvalidRequest`` with advice.
+    """Return a runner with a cache of the configured size, by default the largest that fits, after the rehearsal.
 
-    All ranks of ``group`` call it, and run the same steps: what they run follows from the flags alone."""
+    All ranks of ``group`` must call this. They run the same steps, because these depend only on the flags. Raises
+    ``InvalidRequest`` if the cache does not fit, with the size that does.
+    """
     progress = progress or BootProgress()
     device = model.device
     exchanges = _exchanges(config, model, group)
@@ -60,7 +62,7 @@ def make_runner(
     if group is not None:
         group.wait_for_all()
     with progress.phase("compile" if config.torch_compile else "memory"):
-        peak = _measure(config, model, max_context, group, exchanges, grammars) + _on_the_way(config, model)
+        peak = _measure(config, model, max_context, group, exchanges, grammars) + _bytes_in_transit(config, model)
     bytes_per_page = page_bytes(model.local, config.page_size, cache_dtype(config, model.dtype).itemsize)
     free, total = torch.cuda.mem_get_info(device)
     graphs = graph_bytes(config, model.local, model.dtype.itemsize)
@@ -79,16 +81,19 @@ def make_runner(
             rehearse(runner, config, model, exchanges, progress)
         return runner
     except Exception as error:
-        runner = None  # else the end of this process would wait for ever: see there
-        _let_go(error)
-        if not _out_of_memory(error):
+        runner = None  # otherwise the process could not exit: see ``release_frames``
+        release_frames(error)
+        if not is_out_of_memory(error):
             raise
         advice = _advice(config, free, peak + tables, graphs, fitting)
         raise InvalidRequest(advice, field="kv_cache_num_tokens") from error
 
 
 def _exchanges(config: ChosenWorkerConfig, model: DecoderModel, group: RankGroup | None) -> Exchanges:
-    """How the ranks of a stage exchange activations. Raises ``InvalidRequest`` where products cannot overlap."""
+    """Return the strategies of exchanging activations.
+
+    Raises ``InvalidRequest`` if ``async_tp_threshold`` is set and products cannot overlap with the exchange.
+    """
     if group is None:
         return make_exchanges(ALONE, 1)
     wanted = config.async_tp_threshold
@@ -118,9 +123,8 @@ def refuse_unsupported(config: ChosenWorkerConfig, model: DecoderModel) -> None:
             field="model",
         )
     refuse_unsupported_cuda_sizes(config.page_size, model.config.head_dim)
-    device = model.device
     if config.kv_cache_dtype == "fp8":
-        refuse_fp8_cache(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+        refuse_fp8_cache(torch.cuda.get_device_name(model.device), torch.cuda.get_device_capability(model.device))
 
 
 def _measure(
@@ -131,22 +135,24 @@ def _measure(
     exchanges: Exchanges,
     grammars: SlotGrammars | None,
 ) -> int:
-    """Bytes that the runner and its largest step take beside weights and cache. Also compiles most of what there is to
-    compile."""
+    """Return the bytes that the runner and its largest step use in addition to weights and cache.
+
+    The steps that are run for this compile most kernels.
+    """
     pages = -(-min(config.max_tokens_per_forward, max_context) // config.page_size) + 1
     before = torch.cuda.memory_allocated()
     try:
         cache = make_cache(config, model, pages)
-        of_cache = torch.cuda.memory_allocated() - before
+        cache_bytes = torch.cuda.memory_allocated() - before
         runner = assemble(config, model, cache, max_context, group, exchanges, grammars)
         few = min(8, runner.limits.max_slots, runner.limits.max_tokens_per_step)
         _run_all(runner, rehearsal.decodes(runner.limits, few, rehearsal.PLAIN))
         torch.cuda.reset_peak_memory_stats()
         for plans in rehearsal.largest(runner.limits):
             _run_all(runner, plans)
-        peak = torch.cuda.max_memory_allocated() - before - of_cache
+        peak = torch.cuda.max_memory_allocated() - before - cache_bytes
     except (torch.OutOfMemoryError, ParallelError) as error:
-        if not _out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise InvalidRequest(
             f"flag max_tokens_per_forward={config.max_tokens_per_forward} with max_seqs_per_forward="
@@ -157,40 +163,45 @@ def _measure(
     torch.cuda.synchronize(model.device)
     deactivate()
     del runner, cache
-    gc.collect()  # its places know each other
+    gc.collect()  # the runner's ring and its places refer to each other
     torch.cuda.empty_cache()
     return peak
 
 
-def _let_go(error: BaseException) -> None:
-    """Of what was made until ``error``: the connections to other ranks wait for the end of graphs that use them."""
-    for each in _with_reasons(error):
+def release_frames(error: BaseException) -> None:
+    """Delete the objects that the frames of ``error`` hold.
+
+    Connections to other ranks can be closed only when the CUDA graphs that use them are deleted.
+    """
+    for each in _with_causes(error):
         traceback.clear_frames(each.__traceback__)
     deactivate()
     gc.collect()
 
 
-def _on_the_way(config: ChosenWorkerConfig, model: DecoderModel) -> int:
-    """Bytes of activations between stages, at most: those of steps that were sent and not received, and of steps that
-    were received ahead."""
+def _bytes_in_transit(config: ChosenWorkerConfig, model: DecoderModel) -> int:
+    """Return the largest number of bytes of activations that are sent and not received, or received and not used."""
     if model.ranks.pp_size == 1:
         return 0
-    step = config.max_tokens_per_forward * model.config.hidden_size * model.dtype.itemsize
-    return (MOST_SENDS + _RECEIVED_AHEAD) * step
+    step_bytes = config.max_tokens_per_forward * model.config.hidden_size * model.dtype.itemsize
+    return (MOST_SENDS + _RECEIVED_AHEAD) * step_bytes
 
 
-def _with_reasons(error: BaseException) -> list[BaseException]:
-    """``error``, and all that it came of."""
+def _with_causes(error: BaseException) -> list[BaseException]:
+    """Return ``error`` with its direct and indirect causes and contexts."""
     found = [error]
     for each in found:
         found += [other for other in (each.__cause__, each.__context__) if other is not None and other not in found]
     return found
 
 
-def _out_of_memory(error: Exception) -> bool:
-    """Also of a step that was the end for several ranks, or where it is not torch that asked for memory."""
-    reasons = _with_reasons(error)
-    return any(isinstance(each, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(each) for each in reasons)
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether ``error`` or one of its causes reports that the device has no memory left.
+
+    Such errors can also come from libraries other than torch, or be the cause of a ``ParallelError``.
+    """
+    causes = _with_causes(error)
+    return any(isinstance(each, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(each) for each in causes)
 
 
 def assemble(
@@ -202,8 +213,9 @@ def assemble(
     exchanges: Exchanges,
     grammars: SlotGrammars | None,
 ) -> CudaRunner:
-    parts = _MAX_MICRO_BATCHES if model.ranks.pp_size > 1 else 1
-    more = {"hydragen": True, "max_micro_batches": parts, "grammars": grammars is not None}
+    """Return a runner over ``cache`` that has run no step yet."""
+    micro_batches = _MAX_MICRO_BATCHES if model.ranks.pp_size > 1 else 1
+    more = {"hydragen": True, "max_micro_batches": micro_batches, "grammars": grammars is not None}
     limits = make_limits(config, model, cache.page_count, max_context, **more)
     attention = make_cuda_attention(
         cache,
@@ -217,9 +229,9 @@ def assemble(
     state, sampler, peers = DeviceState.empty(limits, device), None, None
     grammars = grammars if model.last else None
     if model.last:
-        of_rows = model.project, model.config.vocab_size, device, cache.tokens, state.page_table
         mask_shape = None if grammars is None else (limits.max_slots, grammars.words)
-        sampler = FusedSampler(*of_rows, mask_shape=mask_shape)
+        vocab_size = model.config.vocab_size
+        sampler = FusedSampler(model.project, vocab_size, device, cache.tokens, state.page_table, mask_shape=mask_shape)
     if group is not None:
         peers = Peers(group, exchanges, model.config.hidden_size, model.dtype)
     return CudaRunner(model.forward, cache, attention, sampler, state, limits, peers, grammars)
@@ -232,7 +244,7 @@ def rehearse(
     exchanges: Exchanges,
     progress: BootProgress,
 ) -> None:
-    """Every kind of step, small and large, so that nothing is compiled and no memory is short while serving."""
+    """Run every kind of step and capture CUDA graphs, so that no request waits for a compilation or lacks memory."""
     limits = runner.limits
     plans: Iterable[Plan]
     for plans in rehearsal.every_kind(limits):
@@ -242,12 +254,12 @@ def rehearse(
             _run_all(runner, plans)
     if config.use_cudagraphs:
         skinny = SkinnyDecoder(model) if supports(model) else None
-        torch.cuda.empty_cache()  # a capture cannot: it would find no memory beside what is kept for later
+        torch.cuda.empty_cache()  # a capture cannot free cached memory that it needs
         before, began = torch.cuda.mem_get_info()[0], time.monotonic()
         with progress.phase("graphs"):
             runner.capture(config.cudagraph_max_size, skinny, config.piecewise_tokens)
-        taken, seconds = before - torch.cuda.mem_get_info()[0], time.monotonic() - began
-        log.info("graphs captured", gib=_gib(taken), seconds=round(seconds, 1))
+        used, seconds = before - torch.cuda.mem_get_info()[0], time.monotonic() - began
+        log.info("graphs captured", gib=_gib(used), seconds=round(seconds, 1))
         for settings in (rehearsal.PLAIN, rehearsal.every_feature(limits)):
             _run_all(runner, rehearsal.decodes(limits, 1, settings))
     for plans in rehearsal.largest(limits):
@@ -262,6 +274,7 @@ def _run_all(runner: CudaRunner, plans: Iterable[Plan]) -> None:
 
 
 def _advice(config: ChosenWorkerConfig, free: int, peak: int, graphs: int, fitting: int) -> str:
+    """Return the message for a cache that does not fit. ``fitting`` is in pages, the other sizes are in bytes."""
     tokens = max(0, fitting) * config.page_size
     advice = (
         f"lower it to {tokens} or less, or let kv_cache_num_tokens=auto choose"

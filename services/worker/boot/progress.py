@@ -35,17 +35,17 @@ _FLAGS = (
     *("use_cudagraphs", "cudagraph_max_size", "piecewise_cudagraph_max_tokens", "max_tokens_per_forward"),
     *("max_seqs_per_forward", "kv_cache_dtype", "page_size"),
 )
-# Packages whose kernels, or whose compilers, another version of them replaces.
+# Packages with kernels or compilers. Another version of them compiles again.
 _PACKAGES = ("tokasaurus", "torch")
 _FILE = "starts.json"
 _MOST_STARTS = 200  # kept in the file; the oldest are dropped
 
 
 class BootProgress:
-    """Reports the phases of one start. Used by one thread at a time.
+    """A reporter of the phases of a start. Used by one thread at a time.
 
-    Each phase is a log line with ``usually_s``, the seconds that it took at the last start with the same flags. With a
-    ``ProgressFile`` that the display of ``toka`` reads, it goes there instead.
+    Each phase is a log line with ``usually_s``, the seconds that it took at the last start with the same flags. If
+    there is a ``ProgressFile``, which the display of ``toka`` reads, the phase is written there instead.
     """
 
     def __init__(
@@ -58,23 +58,23 @@ class BootProgress:
         self._times = times
         self._usual_s = {} if times is None else times.read()
         self._file = file
-        self._nested_s = [0.0]  # seconds of the phases inside each open one; the first is of no phase
-        self.seconds: dict[str, float] = {}  # by phase, each without the phases inside it
+        self._nested_s = [0.0]  # seconds of the phases inside each open phase, behind those of the whole start
+        self.seconds: dict[str, float] = {}  # by phase, without the phases inside it
 
     @classmethod
     def of(cls, config: WorkerConfig) -> "BootProgress":
-        """Return the progress of this process's start: with the durations of earlier ones, and for the display."""
+        """Return the reporter of this process's start, with the durations of earlier starts."""
         return cls(StartTimes(config), ProgressFile.of(os.environ))
 
     @property
     def first_start(self) -> bool:
-        """Whether no earlier start with the same flags is known: caches of compiled code may be empty."""
+        """True if no earlier start with the same flags is known, so that caches of compiled code may be empty."""
         return not self._usual_s
 
     @contextlib.contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
         """Report ``name`` as running, and measure it. A phase may run inside another one, and more than once."""
-        self._say(name)
+        self._report(name)
         started = self._clock()
         self._nested_s.append(0.0)
         try:
@@ -85,7 +85,7 @@ class BootProgress:
             self._nested_s[-1] += took_s
             self.seconds[name] = self.seconds.get(name, 0.0) + own_s
 
-    def _say(self, name: Phase) -> None:
+    def _report(self, name: Phase) -> None:
         usual_s = self._usual_s.get(name)
         if self._file is not None and self._file.write(_DOING[name], usual_s):
             return
@@ -102,20 +102,20 @@ class BootProgress:
 
 
 class StartTimes:
-    """Durations of the last start with each set of flags, in ``starts.json`` of ``compile_cache_dir``.
+    """The durations of the last start with each set of flags, in ``starts.json`` of ``compile_cache_dir``.
 
-    A file that cannot be read or written changes nothing but what is known: no error is raised.
+    A file that cannot be read counts as empty. A failed write is ignored.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
         self._path = Path(os.path.expanduser(config.compile_cache_dir)) / _FILE
         flags = config.model_dump(mode="json", include=set(_FLAGS)) | {name: _version(name) for name in _PACKAGES}
         self._key = hashlib.sha256(json.dumps(flags, sort_keys=True).encode()).hexdigest()[:16]
-        # Ranks start together and would overwrite each other's figures.
+        # The ranks of a replica start together and would overwrite each other's figures.
         self._writes = config.dp_rank == config.tp_rank == config.pp_rank == 0
 
     def read(self) -> dict[str, float]:
-        """Return seconds by phase of the last such start; empty if there was none."""
+        """Return the seconds of the last start by phase. Empty if there was none with these flags."""
         seconds = self._read_all().get(self._key)
         if not isinstance(seconds, dict):
             return {}

@@ -1,8 +1,8 @@
-"""Steps that run before serving, so that every kernel is compiled and the memory of the largest step is known.
+"""Steps that run before the first request. They compile every kernel and measure the memory of the largest step.
 
-An admission costs the host tens of microseconds, and one with a grammar several times as many. So only the steps that
-measure memory and the plainest ones have as many rows as the limits allow, and few rows have a grammar: grammars take
-no memory that depends on the number of rows.
+An admission takes the host tens of microseconds, and several times that with a grammar. So only greedy decode steps and
+the steps that measure memory have the largest number of rows, and few rows have a grammar. The memory of grammars does
+not depend on the number of rows.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from services.common.plan.types import NO_GROUPS, Admission, Batch, Groups, Limi
 from tokasaurus.common.v1.sampling_pb2 import Sampling, ThinkingBudget
 
 PLAIN = SamplingSettings(Sampling(temperature=0))
-_ANYTHING = "start: /(.|\\n)*/"  # a grammar
-# Rows of a step whose kernels are those of larger steps, unless they are the ones that memory depends on.
+_ANYTHING = "start: /(.|\\n)*/"  # a grammar that allows every text
+# Steps with more rows than this use the same kernels.
 _MANY = 512
 # Rows with a grammar in the largest steps: more than the sampler copies at once.
 _GUIDED = 96
@@ -23,20 +23,19 @@ WARM = SamplingSettings(Sampling(temperature=0.7, seed=1))
 
 
 def unadjusted(limits: Limits) -> SamplingSettings:
-    """Return settings with all features that leave a row's logits as they are."""
+    """Return settings with every feature that does not change logits."""
     parameters = Sampling(temperature=0.7, top_p=0.9, top_k=5, min_p=0.05, seed=1)
     return SamplingSettings(parameters, logprobs=True, top_logprobs=limits.most_top_logprobs)
 
 
 def adjusted(limits: Limits) -> SamplingSettings:
-    """All that a row can ask of the sampler without a grammar: it is drawn from a copy of its logits. Its prompt is
-    scored, too."""
+    """Return settings with every feature but a grammar. The sampler copies the logits, and the prompt is scored."""
     settings = _adjusted(unadjusted(limits))
     return settings._replace(prompt_logprobs=settings.top_logprobs)
 
 
 def every_feature(limits: Limits) -> SamplingSettings:
-    """All that a row can ask of the sampler at once."""
+    """Return settings with every feature that ``limits`` allow."""
     return _guided(adjusted(limits), limits)
 
 
@@ -46,23 +45,23 @@ def adjusted_only(limits: Limits) -> SamplingSettings:
 
 
 def processed(limits: Limits) -> SamplingSettings:
-    """Return settings with truncation and processed log-probabilities, whose logits change at a forced token only."""
+    """Return settings with truncation and processed log-probabilities. Only forced tokens change the logits."""
     return _processed(unadjusted(limits))
 
 
 def _processed(settings: SamplingSettings) -> SamplingSettings:
-    """Return ``settings`` with processed log-probabilities and a thinking budget that is used up at once."""
+    """Return ``settings`` with processed log-probabilities and a thinking budget of 0 tokens."""
     budget = Sampling(thinking=ThinkingBudget(tokens=0, end_token_id=0, opened=True))
     return _with(settings, budget)._replace(logprobs=True, processed_logprobs=True)
 
 
 def _guided(settings: SamplingSettings, limits: Limits) -> SamplingSettings:
-    """Return ``settings`` with a grammar, if the worker supports grammars."""
+    """Return ``settings`` with a grammar, if ``limits`` allow grammars."""
     return settings._replace(grammar=_ANYTHING) if limits.grammars else settings
 
 
 def _adjusted(settings: SamplingSettings) -> SamplingSettings:
-    """Return ``settings`` with all parameters that change a row's logits."""
+    """Return ``settings`` with a bias and penalties, which change logits."""
     added = Sampling(
         logit_bias_token_ids=[0],
         logit_bias_values=[0],
@@ -82,24 +81,21 @@ def _with(settings: SamplingSettings, added: Sampling) -> SamplingSettings:
     return settings._replace(parameters=parameters)
 
 
-def step(number: int, batch: Batch | None, admissions: tuple[Admission, ...] = (), groups: Groups = NO_GROUPS) -> Plan:
-    """A plan without anything else."""
-    return Plan(number, admissions=admissions, batch=batch, groups=groups)
-
-
 def decodes(
     limits: Limits, rows: int, settings: SamplingSettings, groups: bool = False, context: int = 1
 ) -> Iterator[Plan]:
-    """A step of ``rows`` rows of one token each, from empty. They share pages: what they compute means nothing.
+    """Yield one or two steps of ``rows`` rows of one token each. All slots must be free.
 
-    ``context``: tokens that each of them sees, more where their group's prefix and one behind it are more.
+    The rows share pages, so their results are undefined. ``groups``: the rows share a prefix of one page. ``context``:
+    tokens that each row attends to, at least one more than the shared prefix.
     """
     admissions = tuple(_decode(limits, slot, settings, groups, context) for slot in range(rows))
-    together = _together(rows) if groups else NO_GROUPS
-    yield step(1, Batch(np.arange(rows), np.ones(rows, np.int64)), admissions, together)
+    shared = _one_group(rows) if groups else NO_GROUPS
+    batch = Batch(np.arange(rows), np.ones(rows, np.int64))
+    yield Plan(1, admissions=admissions, batch=batch, groups=shared)
     known = len(admissions[0].token_ids)
-    if known < limits.max_context_tokens and known % limits.page_size:  # inputs are now what was sampled
-        yield step(2, None, (), together)
+    if known < limits.max_context_tokens and known % limits.page_size:  # the sampled tokens need no further page
+        yield Plan(2, groups=shared)
 
 
 def mixed(
@@ -111,35 +107,37 @@ def mixed(
     groups: bool = False,
     context: int = 1,
 ) -> Iterator[Plan]:
-    """Rows as of ``decodes`` beside ``chunks`` rows of ``size`` tokens, in one step."""
+    """Yield a step of ``rows`` rows as in ``decodes`` and ``chunks`` rows of ``size`` tokens."""
     slots, tokens = np.arange(rows + chunks), np.zeros(size, np.int64)
     pages = np.zeros(-(-size // limits.page_size), np.int64)
     admissions = (
         *(_decode(limits, slot, settings, groups, context) for slot in range(rows)),
         *(Admission(slot, tokens, 0, pages, settings) for slot in range(rows, rows + chunks)),
     )
-    together = _together(rows) if groups else NO_GROUPS
-    yield step(1, Batch(slots, np.where(slots < rows, 1, size)), admissions, together)
+    batch = Batch(slots, np.where(slots < rows, 1, size))
+    yield Plan(1, admissions=admissions, batch=batch, groups=_one_group(rows) if groups else NO_GROUPS)
 
 
 def _decode(limits: Limits, slot: int, settings: SamplingSettings, grouped: bool, context: int) -> Admission:
-    """All but its last token are computed."""
+    """Return an admission whose tokens but the last are cached."""
     known = max(context, limits.page_size + 1) if grouped else context
     pages = np.zeros(-(-known // limits.page_size), np.int64)
     return Admission(slot, np.zeros(known, np.int64), known - 1, pages, settings)
 
 
-def _together(rows: int) -> Groups:
-    """The first ``rows`` share their first page."""
+def _one_group(rows: int) -> Groups:
+    """Return a group of the first ``rows`` rows, which share their first page."""
     return Groups(*(np.array([value]) for value in (0, rows, 1)))
 
 
 def every_kind(limits: Limits) -> Iterator[Iterator[Plan]]:
-    """Yield plans, each time from empty, that take every path through the model, the attention and the sampler, so that
-    all kernels are compiled."""
+    """Yield series of plans that use every kernel of the model, the attention and the sampler.
+
+    All slots must be free at the start of each series.
+    """
     most = min(limits.max_slots, limits.max_tokens_per_step)
     longest = limits.max_context_tokens
-    grouped = {False, limits.page_size < longest}  # a prefix of one page, and a token behind it
+    grouped = {False, limits.page_size < longest}  # groups need room for a token after a prefix of one page
     size = min(longest, limits.max_tokens_per_step // 2, 3 * limits.page_size + 1)
     beside = min(3, limits.max_slots - 1, limits.max_tokens_per_step - size)
     sizes, few = {1, min(9, most), min(_MANY, most)}, {1, min(9, most), min(_GUIDED, most)}
@@ -153,7 +151,7 @@ def every_kind(limits: Limits) -> Iterator[Iterator[Plan]]:
                 yield decodes(limits, rows, settings, groups)
         for rows in {0, beside} if size > 1 else ():
             yield mixed(limits, rows, 1, size, settings)
-    # Several programs share a long context, where rows are few: fewest beside a chunk, since else they are padded.
+    # With few rows, several programs share a long context. A chunk prevents padding to more rows.
     for groups in grouped:
         yield decodes(limits, 1, PLAIN, groups, longest)
         if size > 1 and beside > 0:
@@ -161,9 +159,11 @@ def every_kind(limits: Limits) -> Iterator[Iterator[Plan]]:
 
 
 def around(limits: Limits, tokens: int, grain: int) -> Iterator[Iterator[Plan]]:
-    """The fewest tokens, the most that are fewer than ``tokens`` when they are padded to multiples of ``grain``, and so
-    many, from all of which is sampled and from some: ranks exchange in another way from there on, by code and buffers
-    of its own. What the limits leave no room for never comes."""
+    """Yield series of plans that run both exchange strategies of a replica that changes its strategy at ``tokens``.
+
+    Each series has the fewest tokens, the most that are fewer than ``tokens`` after padding to a multiple of ``grain``,
+    or exactly ``tokens``. Some sample from all tokens, others from few. Leaves out steps that exceed ``limits``.
+    """
     most = min(limits.max_slots, limits.max_tokens_per_step)
     below = (tokens - 1) // grain * grain
     for rows in (1, below, tokens):
@@ -177,9 +177,9 @@ def around(limits: Limits, tokens: int, grain: int) -> Iterator[Iterator[Plan]]:
 
 
 def largest(limits: Limits) -> Iterator[list[Plan]]:
-    """Yield the steps that need most memory: all rows and as many prompt tokens as fit beside them, and prompts alone.
+    """Yield the series of plans that need most memory: decodes, prompts, and prompts beside the largest decode batch.
 
-    All rows have every feature but a grammar, which the first rows have.
+    All rows have every feature but a grammar; the first rows also have a grammar.
     """
     features = adjusted(limits)
     rows = min(limits.max_slots, limits.max_tokens_per_step)

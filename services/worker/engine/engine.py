@@ -1,4 +1,4 @@
-"""The compute thread boots the runner and runs plans in the order they came; another answers when steps end."""
+"""The engine: one thread boots the runner and runs plans in order; another sends results when steps end."""
 
 import asyncio
 import contextlib
@@ -26,9 +26,9 @@ log = structlog.get_logger(__name__)
 
 
 class Client(Protocol):
-    """Who sent plans; called in the compute thread."""
+    """The sender of plans. Its methods are called in the engine's threads."""
 
-    closed: bool  # nothing more is wanted
+    closed: bool  # the client needs no more results
     stream_id: str  # the same on all ranks of a replica
 
     def answer(self, result: plan_pb2.StepResult) -> None: ...
@@ -39,84 +39,86 @@ class Client(Protocol):
 
 
 class Engine:
-    """Owns the compute thread, which owns the runner, its slots and its cache. Methods may be called by any thread."""
+    """Owner of the compute thread, which owns the runner with its slots and cache. Any thread may call the methods."""
 
     def __init__(self, boot: Callable[[], Booted], tracing: Tracing | None = None) -> None:
         self._boot = boot
-        self._traces = PrefillTraces(tracing) if tracing is not None else None  # of the compute thread
+        self._traces = PrefillTraces(tracing) if tracing is not None else None  # used by the compute thread
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of what follows, and of the order of work
+        self._lock = threading.Lock()  # protects the next three fields and the order of ``_work``
         self._queued_plans = 0
-        self._sender: Client | None = None  # of whom plans are taken
-        self._received = 0  # its plans
-        self._client: Client | None = None  # of the compute thread
-        self._runner: Runner  # of the compute thread, once booted
-        self._group: RankGroup | None = None  # there are other ranks
+        self._sender: Client | None = None  # the client whose plans are accepted
+        self._received = 0  # plans of the sender
+        self._client: Client | None = None  # the client whose plans run; used by the compute thread
+        self._runner: Runner  # set by the boot; used by the compute thread
+        self._group: RankGroup | None = None  # None if the replica has one rank
         self.totals = StepTotals()
-        self._busy_since: dict[str, float] = {}  # by thread, while it is at work
-        self._seen: dict[str, float] = {}  # that, as ``progresses`` saw it last
-        # What is owed to clients, in order, and waits for the device.
-        self._owed: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._broken: BaseException | None = None  # what the answering thread ended with
+        self._busy_since: dict[str, float] = {}  # by thread, in seconds; without the threads that are idle
+        self._seen: dict[str, float] = {}  # ``_busy_since`` at the last call of ``progresses``
+        self._replies: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # calls of clients, in order
+        self._broken: BaseException | None = None  # the failure of the answering thread
 
     def start(self) -> tuple["asyncio.Future[Booted]", "asyncio.Future[None]"]:
-        """Start the thread from an asyncio loop. The futures: the boot is done; the thread has ended, or it never will,
-        because the other ranks of its replica are lost."""
+        """Start the compute thread from an asyncio loop.
+
+        Return two futures: the outcome of the boot, and the end of the thread. The second one fails at once if the
+        other ranks of the replica are lost, even if the thread is blocked.
+        """
         self._loop = asyncio.get_running_loop()
         self._futures = booted, ended = self._loop.create_future(), self._loop.create_future()
         threading.Thread(target=self._serve, name="compute", daemon=True).start()
         return booted, ended
 
     def end(self, error: BaseException | None) -> None:
-        """Whoever waits for the boot or for the end of the thread waits no longer, whatever the thread is at."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        """Complete both futures of ``start`` that are still open, even if the thread is blocked."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
             for future in self._futures:
                 self._loop.call_soon_threadsafe(_settle, future, None, error)
 
     def stop(self) -> None:
-        """Let the thread end after the work that is queued."""
+        """End the thread after the queued work."""
         self._work.put(None)
 
     def open(self, client: Client) -> None:
-        """From here on plans come from ``client``; every slot is free and step 1 is next."""
+        """Accept plans from ``client`` alone from now on, with all slots free and step 1 next."""
         with self._lock:
-            self._end(self._sender)
+            self._stop_receiving(self._sender)
             self._sender, self._received = client, 0
             self._work.put(lambda: self._take_over(client))
 
     def submit(self, client: Client, plan: plan_pb2.StepPlan) -> None:
-        """Queue a plan of ``client``, which gets one answer, unless it is closed or fails before."""
-        arrived = time.perf_counter_ns()
+        """Queue a plan of ``client``. It receives one result, unless it is closed or fails earlier."""
+        arrived_ns = time.perf_counter_ns()
         with self._lock:
             if self._sender is client:
                 self._received += 1
                 self._queued_plans += 1
-                self._work.put(lambda: self._run(client, plan, arrived))
+                self._work.put(lambda: self._run(client, plan, arrived_ns))
 
     def finish(self, client: Client) -> None:
-        """``client`` sends no more plans: tell it when its last one is answered."""
+        """Accept no more plans from ``client``, and call its ``finish`` after its last result."""
         with self._lock:
-            self._end(client)
-            self._work.put(lambda: self._owed.put(client.finish))
+            self._stop_receiving(client)
+            self._work.put(lambda: self._replies.put(client.finish))
 
     def close(self, client: Client) -> None:
-        """``client`` is gone: free its slots."""
+        """Accept no more plans from ``client``, which has disconnected, and free its slots."""
         with self._lock:
-            self._end(client)
+            self._stop_receiving(client)
             self._work.put(lambda: self._leave(client))
 
     @property
     def queued_plans(self) -> int:
-        """Received and not yet started."""
+        """The number of plans that are received and not started."""
         return self._queued_plans
 
     def busy_s(self) -> float:
-        """For how many seconds the piece of work at hand has been running; 0 when idle."""
+        """Return the seconds since the oldest running piece of work began, or 0 if the threads are idle."""
         since = list(self._busy_since.copy().values())
         return time.monotonic() - min(since) if since else 0.0
 
     def progresses(self) -> bool:
-        """Whether no thread is still at the piece of work that it was at when this was asked last. For one asker."""
+        """Return whether every thread has finished the work that it did at the last call. Only for one caller."""
         before, self._seen = self._seen, self._busy_since.copy()
         return not any(before.get(thread) == since for thread, since in self._seen.items())
 
@@ -134,24 +136,26 @@ class Engine:
                 self._busy_since["compute"] = time.monotonic()
                 work()
                 del self._busy_since["compute"]
-            self._owed.put(None)
+            self._replies.put(None)
             answering.join()
             outcome = self._broken
         except BaseException as error:
             outcome = error
         if outcome is not None and self._group is not None:
-            self.end(self._group.cause(outcome))  # nothing to close: the process ends
+            self.end(self._group.cause(outcome))  # the process exits, so the runner stays open
             return
         try:
             if made is not None and self._broken is None:
                 made.runner.close()
-        except BaseException as error:  # the device fails at last: whoever waits must still hear of the end
+        except BaseException as error:  # a device that fails while it is closed must not keep the futures open
             outcome = outcome or error
         self.end(outcome)
 
-    def _end(self, client: Client | None, *, refused: bool = False) -> None:
-        """Under the lock: what was received of ``client`` so far is all that will be run, and without the plan at hand
-        if that is ``refused``."""
+    def _stop_receiving(self, client: Client | None, *, refused: bool = False) -> None:
+        """Accept no more plans from ``client``, and report to the other ranks how many run here. Holds the lock.
+
+        ``refused``: the plan that has just started is refused and does not count.
+        """
         if client is None or self._sender is not client:
             return
         self._sender = None
@@ -173,18 +177,18 @@ class Engine:
         if self._traces is not None:
             self._traces.reset()
 
-    def _run(self, client: Client, message: plan_pb2.StepPlan, arrived: int) -> None:
-        started = time.perf_counter_ns()
+    def _run(self, client: Client, message: plan_pb2.StepPlan, arrived_ns: int) -> None:
+        started_ns = time.perf_counter_ns()
         with self._lock:
             self._queued_plans -= 1
-        # The other ranks run all that was received, too.
+        # With other ranks, the plans of a closed client run as well, since they run there.
         if self._client is not client or (client.closed and self._group is None):
             return
         try:
             plan = decode_plan(message)
-            decoded_ns = time.perf_counter_ns() - started
+            decoded_ns = time.perf_counter_ns() - started_ns
             step = self._runner.start(plan)
-        except DeviceLost:  # no later step would do better: the thread ends, and with it the process
+        except DeviceLost:  # later steps would fail as well, so the thread ends, and the process exits
             raise
         except (InvalidRequest, FailedPrecondition) as error:
             self._refuse(client, error)
@@ -196,19 +200,19 @@ class Engine:
             details = f"step {message.step} failed; the worker's log has the details"
             self._refuse(client, error if isinstance(error, TokaError) else Internal(details))
         else:
-            waited_ns = started - arrived
-            prefills = self._traces.see(message, waited_ns) if self._traces is not None else []
-            answer = partial(self._answer, client, waited_ns, decoded_ns, prefills)
+            queued_ns = started_ns - arrived_ns
+            prefills = self._traces.start_plan(message, queued_ns) if self._traces is not None else []
+            answer = partial(self._answer, client, queued_ns, decoded_ns, prefills)
             if isinstance(step, StepOutput):
                 answer(step)
             else:
-                self._owed.put(lambda: answer(step.result()))
+                self._replies.put(lambda: answer(step.result()))
 
     def _refuse(self, client: Client, error: TokaError) -> None:
         with self._lock:
-            self._end(client, refused=True)
+            self._stop_receiving(client, refused=True)
         self._leave(client)
-        self._owed.put(lambda: client.fail(error))
+        self._replies.put(lambda: client.fail(error))
 
     def _answer(
         self, client: Client, queued_ns: int, decoded_ns: int, prefills: Sequence[Prefill], output: StepOutput
@@ -222,16 +226,16 @@ class Engine:
             prefill.end(output.timing)
 
     def _answer_all(self) -> None:
-        """The answering thread."""
+        """Call clients with results, as the device completes them. Runs in the answering thread."""
         try:
-            while (owed := self._owed.get()) is not None:
+            while (reply := self._replies.get()) is not None:
                 self._busy_since["answers"] = time.monotonic()
-                owed()
+                reply()
                 del self._busy_since["answers"]
         except BaseException as error:
             self._broken = error
             self._work.put(None)
-            log.error("a step cannot be answered", exc_info=error)
+            log.error("cannot send the result of a step", exc_info=error)
 
 
 def _settle(future: "asyncio.Future[Any]", value: object, error: BaseException | None) -> None:

@@ -1,4 +1,4 @@
-"""The energy that a GPU uses, as NVIDIA's driver counts it."""
+"""The energy and power of a GPU, as NVIDIA's driver measures them."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,12 +8,10 @@ import torch
 
 
 class Power:
-    """Energy and power of one device, read through ``nvml``, the module ``pynvml``.
-
-    Used by one thread at a time. A call takes some microseconds.
-    """
+    """A reader of the energy and power of one device. Used by one thread at a time. A call takes some microseconds."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
+        """``nvml`` is the module ``pynvml``; ``handle`` is its handle of the device."""
         self._nvml, self._handle = nvml, handle
 
     @classmethod

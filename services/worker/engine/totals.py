@@ -1,16 +1,17 @@
-"""What steps took, added up for metrics."""
+"""The total time of steps, for metrics."""
 
 from services.common.plan.result import Timing
 
 
 class StepTotals:
-    """Sums over the steps that were answered, in nanoseconds. Added to by the thread that answers; read by any."""
+    """Sums over the completed steps, in nanoseconds. The answering thread adds to them; any thread may read them."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.queued = self.prepare = self.forward = self.sample = self.device = self.idle = 0
 
     def add(self, queued_ns: int, timing: Timing) -> None:
+        """Add a step with ``timing``, whose plan was queued for ``queued_ns`` nanoseconds."""
         self.steps += 1
         self.queued += queued_ns
         self.prepare += timing.prepare

@@ -1,5 +1,7 @@
-"""The spans of prompts that are computed for requests that are traced: from their plan's arrival to the answer of the
-step behind which their first token comes."""
+"""Spans of the prefills of traced requests.
+
+A span begins when the plan of the admission arrives, and ends with the result of the step that samples the first token.
+"""
 
 import time
 from typing import TYPE_CHECKING
@@ -14,11 +16,11 @@ from tokasaurus.worker.v1 import plan_pb2
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-_MOST_OPEN = 64  # a span takes some ten microseconds, and steps wait: prompts beyond these have none
+_MOST_OPEN = 64  # open spans; further prompts have none, since a span delays its step by about ten microseconds
 
 
 class Prefill:
-    """One sequence's, in its slot."""
+    """The span of one sequence's prompt."""
 
     __slots__ = ("missing", "span", "steps")
 
@@ -28,7 +30,7 @@ class Prefill:
         self.steps = 0
 
     def end(self, timing: Timing) -> None:
-        """The last of its steps, which took so long, is answered."""
+        """End the span. ``timing`` is that of the last step."""
         self.span.set_attribute("toka.steps", self.steps)
         for name, ns in (("forward", timing.forward), ("sample", timing.sample), ("device", timing.device)):
             self.span.set_attribute(f"toka.last_step.{name}_ms", ns * 1e-6)
@@ -36,32 +38,35 @@ class Prefill:
 
 
 class PrefillTraces:
-    """Owned by the compute thread, but for ``Prefill.end``, which the one that answers calls."""
+    """The open spans by slot. Owned by the compute thread; the answering thread calls only ``Prefill.end``."""
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
         self._open: dict[int, Prefill] = {}  # by slot
         self._batch = plan_pb2.Batch()  # the latest
 
-    def see(self, plan: plan_pb2.StepPlan, waited_ns: int) -> list[Prefill]:
-        """A plan that keeps the contract is started, ``waited_ns`` after it came: those that are through with it."""
+    def start_plan(self, plan: plan_pb2.StepPlan, queued_ns: int) -> list[Prefill]:
+        """Record that the step of a valid ``plan`` was started, ``queued_ns`` nanoseconds after the plan arrived.
+
+        Return the prefills that this step completes.
+        """
         if plan.HasField("batch"):
             self._batch = plan.batch
         for slot in plan.release_slots if self._open else ():
             if (prefill := self._open.pop(slot, None)) is not None:
-                self._give_up(prefill)
+                self._abandon(prefill)
         for admission in plan.admissions:
             if admission.traceparent and len(self._open) < _MOST_OPEN:
-                self._begin(admission, plan.step, waited_ns)
+                self._begin(admission, plan.step, queued_ns)
         return self._advance() if self._open else []
 
     def reset(self) -> None:
-        """Every slot is free."""
+        """End all open spans, because every slot is free."""
         for prefill in self._open.values():
-            self._give_up(prefill)
+            self._abandon(prefill)
         self._open.clear()
 
-    def _begin(self, admission: plan_pb2.Admission, step: int, waited_ns: int) -> None:
+    def _begin(self, admission: plan_pb2.Admission, step: int, queued_ns: int) -> None:
         missing = len(admission.token_ids) - admission.cached_tokens
         attributes = {
             "toka.slot": admission.slot,
@@ -70,13 +75,13 @@ class PrefillTraces:
             "toka.tokens": missing,
             "toka.cached_tokens": admission.cached_tokens,
         }
-        start_ns = time.time_ns() - waited_ns
+        start_ns = time.time_ns() - queued_ns
         span = self._tracing.start("prefill", admission.traceparent, "server", attributes, start_ns=start_ns)
         self._open[admission.slot] = Prefill(span, missing)
 
     def _advance(self) -> list[Prefill]:
         slots, counts = read_fixed32(self._batch.slots), read_fixed32(self._batch.token_counts)
-        through = []
+        completed = []
         for slot, prefill in list(self._open.items()):
             rows = np.flatnonzero(slots == slot)
             if not len(rows):
@@ -84,9 +89,9 @@ class PrefillTraces:
             prefill.steps += 1
             prefill.missing -= int(counts[rows[0]]) if len(counts) else 1
             if prefill.missing <= 0:
-                through.append(self._open.pop(slot))
-        return through
+                completed.append(self._open.pop(slot))
+        return completed
 
-    def _give_up(self, prefill: Prefill) -> None:
+    def _abandon(self, prefill: Prefill) -> None:
         self._tracing.fail(prefill.span, "RELEASED")
         prefill.span.end()

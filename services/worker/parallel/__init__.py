@@ -1,4 +1,4 @@
 """Ranks of one replica: collectives, peer memory, agreement on plans.
 
-Threads: ``compute``; ``agreement`` compares plans at the end of a stream; ``peers`` waits for the next rank's end.
+Threads: ``compute``; ``agreement`` compares plans at the end of a stream; ``peers`` notices that the next rank exits.
 """

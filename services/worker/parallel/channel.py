@@ -1,8 +1,7 @@
-"""Tensors from one rank to another, in order, without a copy on the way. Owned by the compute thread.
+"""Transfers of tensors from one rank to another, in order and without copies. Owned by the compute thread.
 
-What is sent and received follows from the plans, which all ranks have: shapes are known, and nothing is negotiated.
-
-On CUDA nothing here waits on the host, once the two are connected: what is launched on the current stream does.
+Both ranks know all shapes from the plans, so no metadata is sent. On CUDA, a connected sender or receiver never blocks
+the host: only the launches on the current stream wait.
 """
 
 import contextlib
@@ -15,63 +14,63 @@ from services.worker.parallel.errors import lost_peer
 
 
 class Sender:
-    """Sends do not hold up computing: at most ``most`` of them, with their tensors, are on their way at once."""
+    """The sending end of a channel. At most ``limit`` tensors are in transit; a further send waits for the oldest."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, name: str, most: int) -> None:
-        """``group``: of the two. ``peer``: its number there; ``name``: as messages call it."""
-        self._group, self._peer, self._name, self._most = group, peer, name, most
+    def __init__(self, group: dist.ProcessGroup, peer: int, name: str, limit: int) -> None:
+        """``group``: the two ranks. ``peer``: the receiver's rank in it. ``name``: the receiver's name in errors."""
+        self._group, self._peer, self._name, self._limit = group, peer, name, limit
         self._sent: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
 
     def connect(self, device: torch.device) -> None:
-        """Find the receiver, which calls ``connect``, too."""
+        """Connect to the receiver, which must call ``connect`` as well."""
         self.send(torch.zeros(1, device=device))
         self.drain()
 
     def send(self, tensor: torch.Tensor) -> None:
-        """``tensor``, which has elements, must not change any more. On CUDA it is sent when the current stream has come
-        so far."""
+        """Send ``tensor``, which must have elements and not change later. On CUDA, the current stream sends it."""
         tensor = tensor.contiguous()
         with lost_peer(self._name):
             self._sent.append((dist.isend(tensor, group=self._group, group_dst=self._peer), tensor))
-        while len(self._sent) > self._most:
+        while len(self._sent) > self._limit:
             self._wait()
 
     def drain(self) -> None:
-        """Wait until all that was sent is received."""
+        """Wait until all sent tensors are received."""
         while self._sent:
             self._wait()
 
     def _wait(self) -> None:
-        # On CUDA the current stream waits, so that the tensor's memory is not written to before it is sent.
+        # On CUDA, the current stream waits, so that the memory of the tensor is not reused before it is sent.
         work, _ = self._sent.popleft()
         with lost_peer(self._name):
-            work.wait()  # type: ignore[union-attr]  # None only for ranks that are not of the group
+            work.wait()  # type: ignore[union-attr]  # None only for ranks outside the group
 
 
 class Receiver:
-    """Nothing is asked for before it is needed: on CUDA, whatever waits for another rank also holds up the host where a
-    kernel is loaded or memory is made, and so must not be what that rank will only do later."""
+    """The receiving end of a channel.
+
+    A receive is launched only when its tensor is needed. On CUDA, loading a kernel and allocating memory block the host
+    until all launched work is done. So the device must not wait for a tensor that the sender will send much later.
+    """
 
     def __init__(self, group: dist.ProcessGroup, peer: int, name: str, device: torch.device) -> None:
-        """As of ``Sender``; ``device``: where tensors are wanted."""
+        """``device``: where tensors are received; the rest as in ``Sender``, with the roles exchanged."""
         self._group, self._peer, self._name, self._device = group, peer, name, device
-        # What is received waits for what was launched before it: on a stream of its own that is nothing, and it arrives
-        # while the device computes what the host has launched ahead.
-        self._beside = torch.cuda.Stream() if device.type == "cuda" else None
+        # On its own stream, a receive does not wait for earlier launches, and overlaps with them.
+        self._stream = torch.cuda.Stream() if device.type == "cuda" else None
 
     def connect(self) -> None:
-        """Find the sender, which calls ``connect``, too."""
-        self.take((1,), torch.float32)
+        """Connect to the sender, which must call ``connect`` as well."""
+        self.receive((1,), torch.float32)
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The oldest that was sent and not taken, which is of this shape and dtype; waits for it. It is the
-        caller's."""
-        with contextlib.nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Wait for the next tensor, which must have this shape and dtype, and return it."""
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             tensor = torch.empty(shape, dtype=dtype, device=self._device)
             with lost_peer(self._name):
                 work = dist.irecv(tensor, group=self._group, group_src=self._peer)
         with lost_peer(self._name):
-            work.wait()  # type: ignore[union-attr]  # None only for ranks that are not of the group
-        if self._beside is not None:  # its memory is of the other stream
+            work.wait()  # type: ignore[union-attr]  # None only for ranks outside the group
+        if self._stream is not None:  # the memory was allocated on the other stream
             tensor.record_stream(torch.cuda.current_stream())
         return tensor

@@ -1,8 +1,8 @@
-"""How the ranks of a stage exchange a step's activations, around a layer's matrix products.
+"""Strategies by which the ranks of a stage exchange activations around the matrix products of a layer.
 
-A strategy is chosen for each step and passed to the model's ``forward``; each is a variant that is compiled once. It
-owns product and collective together, so that one that overlaps them fits in. ``tokens`` is everywhere the number of the
-step's tokens; a rank's *rows* are what it has of the residual stream: its tokens.
+A strategy is chosen for each step and passed to the model's ``forward``, which is compiled once for each. It performs a
+product together with its collective, so that a strategy can overlap them. In this module, ``tokens`` is the number of
+tokens of the step, and the *rows* of a rank are its part of the residual stream, one row for each token.
 """
 
 from abc import ABC, abstractmethod
@@ -19,12 +19,12 @@ from services.worker.layers.linear import Linear
 from services.worker.parallel import overlap, peer_memory  # noqa: F401  their operators
 from services.worker.parallel.operators import rows_each
 
-# The ranks of this process' stage, for operators.
+# Name for operators of the group of this process's stage.
 TENSOR_RANKS = "tensor"
-# Measured on two H200 with ``bench.links``. One collective takes less than two; but where a step's rows have so many
-# bytes, a rank that has a part of them saves as much in norms and sums.
+# Both are measured on two H200 with ``bench.links``. From this many bytes of rows on, the norms and sums that sharding
+# saves outweigh its second collective.
 _SHARDED_BYTES = 64 << 20
-# Up to so many, reading each other's memory takes less than a library's collective.
+# Up to this many bytes, reading the memory of the other ranks is faster than a collective of NCCL.
 _PEER_SUM_BYTES = 256 << 10
 
 Values = torch.Tensor | Quantized
@@ -33,41 +33,45 @@ Given = TypeVar("Given", bound=Values)
 
 
 class Exchange(nn.Module, ABC):
-    """Without state. A module, so that compilers take its numbers for constants."""
+    """A strategy of exchange. It has no state, and is a module so that compilers treat its attributes as constants."""
 
     @abstractmethod
     def rows(self, tokens: int) -> int:
-        """How many rows of the residual stream a rank has."""
+        """Return the number of rows of a rank."""
 
     @abstractmethod
     def column(self, x: Values, linear: Product, tokens: int) -> torch.Tensor:
-        """``linear`` of all tokens, ``[tokens, this rank's outputs]``, from this rank's rows ``x [rows, inputs]``."""
+        """Return ``linear`` of all tokens, ``[tokens, this rank's outputs]``, from this rank's ``x [rows, inputs]``."""
 
     @abstractmethod
     def row(self, values: Given, linear: Callable[[Given], torch.Tensor]) -> torch.Tensor:
-        """The sum over the ranks of ``linear(values)``, ``values [tokens, this rank's inputs]``: this rank's rows of
-        it, ``[rows, outputs]``."""
+        """Return this rank's rows of the sum over the ranks of ``linear(values)``, ``[rows, outputs]``.
+
+        ``values`` is ``[tokens, this rank's inputs]``.
+        """
 
     @abstractmethod
     def select(
         self, x: torch.Tensor, keep: torch.Tensor, tokens: int, values: Values, linear: Product
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Go on with the tokens ``keep [samples]``, all of them on every rank: their rows, from this rank's rows ``x``,
-        and the sum over the ranks of ``linear(values)``, ``values [samples, this rank's inputs]``; None = the rows have
-        it already. From there on the strategy is ``kept``."""
+        """Return the rows ``[samples, size]`` of the tokens ``keep [samples]``, on every rank.
+
+        ``x`` is this rank's rows. Also return the sum over the ranks of ``linear(values)`` with ``values [samples, this
+        rank's inputs]``, or None if the rows include it. The following products use the strategy ``kept``.
+        """
 
     @property
     @abstractmethod
     def kept(self) -> "Exchange":
-        """How to go on with few tokens that every rank has."""
+        """The strategy for the tokens that ``select`` has selected."""
 
     @abstractmethod
     def complete(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        """All tokens' rows, ``[tokens, size]``, from this rank's rows ``x``."""
+        """Return the rows of all tokens, ``[tokens, size]``, from this rank's rows ``x``."""
 
 
 class Alone(Exchange):
-    """One rank: nothing is exchanged."""
+    """The strategy of a single rank, which exchanges nothing."""
 
     def rows(self, tokens: int) -> int:
         return tokens
@@ -92,7 +96,7 @@ class Alone(Exchange):
 
 
 class AllReduce(Alone):
-    """Every rank has all rows; what each has of a product is summed (Shoeybi et al. 2019)."""
+    """Every rank has all rows, and an all-reduce sums the partial products (Shoeybi et al. 2019)."""
 
     def __init__(self, group: str = TENSOR_RANKS) -> None:
         super().__init__()
@@ -104,12 +108,8 @@ class AllReduce(Alone):
         return partial
 
 
-class PeerSum(Alone):
-    """As ``AllReduce``, where ranks read each other's memory: in half the time, while it is latency that counts."""
-
-    def __init__(self, group: str = TENSOR_RANKS) -> None:
-        super().__init__()
-        self.group = group
+class PeerSum(AllReduce):
+    """``AllReduce`` by reading the memory of other ranks, which takes half the time for small sums."""
 
     def row(self, values: Given, linear: Callable[[Given], torch.Tensor]) -> torch.Tensor:
         total: torch.Tensor = torch.ops.tokasaurus.sum_of_peers(linear(values), self.group)
@@ -117,8 +117,10 @@ class PeerSum(Alone):
 
 
 class SequenceSharded(Exchange):
-    """Every rank has an equal run of the rows, and so norms and adds no more than that (Korthikanti et al. 2022). The
-    last may have fewer tokens, and rows of zeros."""
+    """Every rank has an equal share of the rows, and computes norms and sums of these (Korthikanti et al. 2022).
+
+    The last rank may have fewer tokens. Its other rows are zeros.
+    """
 
     def __init__(self, rank: int, size: int, group: str = TENSOR_RANKS) -> None:
         super().__init__()
@@ -129,7 +131,7 @@ class SequenceSharded(Exchange):
         return rows_each(tokens, self.size)
 
     def column(self, x: Values, linear: Product, tokens: int) -> torch.Tensor:
-        if isinstance(x, Quantized):  # half of what is sent otherwise
+        if isinstance(x, Quantized):  # half the bytes of the unquantized rows
             return linear(Quantized(*torch.ops.tokasaurus.gather_quantized(*x, tokens, self.size, self.group)))
         return linear(self.complete(x, tokens))
 
@@ -142,7 +144,7 @@ class SequenceSharded(Exchange):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         own = keep - self.rank * self.rows(tokens)
         elsewhere = (own < 0) | (own >= x.shape[0])
-        # One rank has the row and the others give zeros, so that it is in the sum once: one collective, not two.
+        # One rank adds the row and the others add zeros, so the sum of products includes it without another collective.
         rows = x.index_select(0, own.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(1), 0)
         total = linear(values) + rows
         torch.ops.tokasaurus.all_reduce_(total, self.group)
@@ -153,15 +155,15 @@ class SequenceSharded(Exchange):
         return self._reduced
 
     def complete(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        everyones: torch.Tensor = torch.ops.tokasaurus.gather_rows(x, tokens, self.size, self.group)
-        return everyones
+        whole: torch.Tensor = torch.ops.tokasaurus.gather_rows(x, tokens, self.size, self.group)
+        return whole
 
 
 class Overlapped(SequenceSharded):
-    """As ``SequenceSharded``, but products go on while what they need arrives and what they gave is sent ("async TP").
+    """``SequenceSharded`` in which products overlap with the exchange of their inputs and outputs ("async TP").
 
-    Only where ranks read each other's memory. What is no product with a matrix as it is, such as one in fp8, exchanges
-    before or after it.
+    It requires ranks that read each other's memory. Products that are not a plain ``Linear``, such as those in fp8, do
+    not overlap.
     """
 
     def column(self, x: Values, linear: Product, tokens: int) -> torch.Tensor:
@@ -171,7 +173,7 @@ class Overlapped(SequenceSharded):
         return product if linear.bias is None else product + linear.bias
 
     def row(self, values: Given, linear: Callable[[Given], torch.Tensor]) -> torch.Tensor:
-        # No bias: it would be one rank's alone, and such models are refused.
+        # The product has no bias: models with such a bias are refused.
         if not isinstance(linear, Linear) or values.shape[0] % self.size:  # type: ignore[union-attr]  # it takes tensors
             return super().row(values, linear)
         own: torch.Tensor = torch.ops.tokasaurus.product_sums(values, linear.matrix, self.size, self.group)
@@ -182,35 +184,38 @@ ALONE = Alone()
 
 
 class Exchanges(NamedTuple):
-    """Which strategy a step of so many tokens takes; all ranks of a replica choose alike."""
+    """The strategies of a replica by the number of tokens. They are equal on all ranks."""
 
-    strategies: tuple[Exchange, ...]  # for ever more tokens
-    begins: tuple[int, ...] = ()  # tokens from which on the second is taken, the third, ...
+    strategies: tuple[Exchange, ...]  # in ascending order of tokens
+    begins: tuple[int, ...] = ()  # smallest token count of the second strategy, the third, ...
 
     def of(self, tokens: int) -> Exchange:
-        """For a forward pass over ``tokens`` tokens."""
+        """Return the strategy for a forward pass over ``tokens`` tokens."""
         return self.strategies[bisect_right(self.begins, tokens)]
 
 
 def fewest_sharded(row_bytes: int) -> int:
-    """Tokens from which on ranks have parts of the rows, of ``row_bytes`` bytes each."""
+    """Return the smallest token count for which rows of ``row_bytes`` bytes are sharded."""
     return max(1, _SHARDED_BYTES // row_bytes)
 
 
 def make_exchanges(
     ranks: Ranks, row_bytes: int, *, shares_memory: bool = False, fewest_overlapped: int | None = None
 ) -> Exchanges:
-    """``row_bytes``: of one row of the residual stream. ``fewest_overlapped``: tokens from which on products overlap,
-    where ranks share memory; None = never."""
+    """Return the strategies for rows of ``row_bytes`` bytes.
+
+    ``shares_memory``: ranks can read each other's memory. ``fewest_overlapped``: smallest token count for which
+    products overlap; None = never.
+    """
     if ranks.tp_size == 1:
         return Exchanges((ALONE,))
-    place = ranks.tp_rank, ranks.tp_size
-    ways: list[tuple[int, Exchange]] = [(0, AllReduce()), (fewest_sharded(row_bytes), SequenceSharded(*place))]
+    rank = ranks.tp_rank, ranks.tp_size
+    choices: list[tuple[int, Exchange]] = [(0, AllReduce()), (fewest_sharded(row_bytes), SequenceSharded(*rank))]
     if shares_memory:
-        ways = [(0, PeerSum()), (1 + _PEER_SUM_BYTES // row_bytes, AllReduce()), ways[1]]
+        choices = [(0, PeerSum()), (1 + _PEER_SUM_BYTES // row_bytes, AllReduce()), choices[1]]
     if fewest_overlapped is not None:
-        ways.append((fewest_overlapped, Overlapped(*place)))
-    # Later ones take the place of those that would begin with as many tokens, or more.
-    ways = [each for index, each in enumerate(ways) if all(each[0] < begin for begin, _ in ways[index + 1 :])]
-    begins, strategies = zip(*ways, strict=True)
+        choices.append((fewest_overlapped, Overlapped(*rank)))
+    # A strategy replaces each earlier strategy that begins at the same token count or later.
+    kept = [each for index, each in enumerate(choices) if all(each[0] < begin for begin, _ in choices[index + 1 :])]
+    begins, strategies = zip(*kept, strict=True)
     return Exchanges(strategies, begins[1:])

@@ -1,8 +1,10 @@
-"""Collectives over a stage's ranks as operators: opaque to torch.compile, and launches on the current stream on CUDA,
-so that a compiled model stays one graph and a CUDA graph can hold them.
+"""Collectives over the ranks of a stage, as operators.
 
-Owned by the compute thread: every rank calls the same operators in the same order. Compilers may swap two that do not
-need each other's results, and ranks compile each for itself: so there must not be two such in a model.
+They are opaque to torch.compile, so that a compiled model stays one graph. On CUDA they only launch work on the current
+stream, so that a CUDA graph can contain them. Owned by the compute thread.
+
+Every rank must call the same operators in the same order. Each rank compiles separately, and a compiler may swap two
+operators that do not depend on each other. So the collectives of a model must form a chain.
 """
 
 import contextlib
@@ -13,9 +15,9 @@ import torch.distributed as dist
 
 from services.worker.parallel.errors import lost_peer
 
-# By name, because operators take tensors, numbers and strings only.
+# Groups by name, because arguments of operators are tensors, numbers or strings.
 _groups: dict[str, dist.ProcessGroup] = {}
-# Named otherwise before torch 2.13.
+# These functions have other names before torch 2.13.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -28,18 +30,17 @@ library.define("gather_columns(Tensor x, int size, str group) -> Tensor")
 
 
 def register(name: str, group: dist.ProcessGroup) -> None:
-    """From here on operators find ``group`` by ``name``."""
+    """Make ``group`` known to operators as ``name``."""
     _groups[name] = group
 
 
-def forget(name: str) -> None:
-    """``name`` means nothing any more."""
+def unregister(name: str) -> None:
+    """Remove ``name``, if it is registered."""
     _groups.pop(name, None)
 
 
 def connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Have its ranks find each other: the first collective of a kind may wait for the others on the host, and must not
-    be in a CUDA graph."""
+    """Run each kind of collective once. The first run may block the host, which a CUDA graph does not allow."""
     own, whole = torch.zeros(1, 1, device=device), torch.zeros(group.size(), 1, device=device)
     dist.all_reduce(own, group=group)
     _gather(whole, own, group=group)
@@ -47,24 +48,25 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def rows_each(rows: int, size: int) -> int:
-    """How many of ``rows`` each of ``size`` ranks has; the last may have fewer, and rows that mean nothing."""
+    """Return the rows of each of ``size`` ranks that share ``rows`` rows. The rows of the last rank may be padded."""
     return (rows + size - 1) // size
 
 
 @contextlib.contextmanager
 def among(name: str) -> Iterator[dist.ProcessGroup]:
+    """Yield the group that is registered as ``name``. Failures inside raise ``ParallelError``."""
     with lost_peer("a tensor-parallel rank"):
         yield _groups[name]
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """Backends copy no fp8."""
+    """Return fp8 values as bytes, because backends do not copy fp8. Return other values unchanged."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 @torch.library.impl(library, "all_reduce_", "CompositeExplicitAutograd")
 def _all_reduce(x: torch.Tensor, group: str) -> None:
-    """``x``, of any shape, becomes the sum of all ranks' ``x``: the same bits everywhere."""
+    """Replace ``x``, of any shape, by the sum of all ranks' ``x``. All ranks have the same bits."""
     with among(group) as ranks:
         dist.all_reduce(x, group=ranks)
 
@@ -76,7 +78,7 @@ def _(x: torch.Tensor, group: str) -> None:
 
 @torch.library.impl(library, "gather_rows", "CompositeExplicitAutograd")
 def _gather_rows(x: torch.Tensor, rows: int, size: int, group: str) -> torch.Tensor:
-    """The ranks' ``x [rows_each(rows, size), width]`` one below the other, ``[rows, width]``."""
+    """Concatenate the ranks' ``x [rows_each(rows, size), width]`` to ``[rows, width]``."""
     whole = x.new_empty(x.shape[0] * size, x.shape[1])
     with among(group) as ranks:
         _gather(_bytes(whole), _bytes(x.contiguous()), group=ranks)
@@ -92,7 +94,7 @@ def _(x: torch.Tensor, rows: int, size: int, group: str) -> torch.Tensor:
 def _gather_quantized(
     x: torch.Tensor, scale: torch.Tensor, rows: int, size: int, group: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``gather_rows`` of both."""
+    """Return ``gather_rows`` of ``x`` and of ``scale``."""
     return _gather_rows(x, rows, size, group), _gather_rows(scale, rows, size, group)
 
 
@@ -103,8 +105,10 @@ def _(x: torch.Tensor, scale: torch.Tensor, rows: int, size: int, group: str) ->
 
 @torch.library.impl(library, "scatter_sums", "CompositeExplicitAutograd")
 def _scatter_sums(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """This rank's ``[rows_each(rows, size), width]`` of the sum of all ranks' ``x [rows, width]``, with zeros behind
-    the last row."""
+    """Return this rank's rows ``[rows_each(rows, size), width]`` of the sum of all ranks' ``x [rows, width]``.
+
+    Rows behind the last one are zeros.
+    """
     rows, each = x.shape[0], rows_each(x.shape[0], size)
     x = x.contiguous()
     if each * size != rows:
@@ -124,7 +128,7 @@ def _(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
 
 @torch.library.impl(library, "gather_columns", "CompositeExplicitAutograd")
 def _gather_columns(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """The ranks' ``x [rows, width]`` side by side, ``[rows, size * width]``."""
+    """Concatenate the ranks' ``x [rows, width]`` along the last dimension, ``[rows, size * width]``."""
     rows, width = x.shape
     whole = x.new_empty(size * rows, width)
     with among(group) as ranks:

@@ -1,10 +1,11 @@
-"""Matrix products that go on while what they need arrives and what they gave is sent ("async TP": Wang et al. 2023),
-through memory that the ranks of a stage read from each other. Operators, as in ``operators``.
+"""Matrix products that overlap with the exchange of their inputs or outputs ("async TP": Wang et al. 2023).
 
-A rank puts rows into its own memory and others copy them on a stream of their own, by the device's copy engines. A rank
-writes over what it put there only when all have read it. Each operator waits until all ranks are at it, and by then
-they have read what the operator before left, which is why the two have memory each: between two calls of either, every
-rank must call the other one, or another collective. Layers do: they gather what they have scattered.
+The functions are operators, as in ``operators``. Ranks exchange rows through memory that they read from each other: a
+rank writes rows into its own buffer, and the others copy them with the device's copy engines, on a separate stream.
+
+A rank may overwrite its buffer only after all ranks have read it. Each operator waits until all ranks have started it.
+By then they have read the buffer of the previous operator, which is why each of the two operators has its own buffer.
+So between two calls of one operator, every rank must call the other operator or another collective. Layers do this.
 """
 
 from typing import TYPE_CHECKING
@@ -21,20 +22,20 @@ if TYPE_CHECKING:
 library.define("gather_product(Tensor x, Tensor matrix, int size, str group) -> Tensor")
 library.define("product_sums(Tensor x, Tensor matrix, int size, str group) -> Tensor")
 
-# Views of others' memory that are kept, of every rank and number of tokens.
+# Views of the other ranks' buffers that are cached.
 _MOST_VIEWS = 4096
 
 
 class _Shared:
-    """Memory of one operator among the ranks of a group. Every rank asks for the same sizes in the same order."""
+    """The buffers of one operator on the ranks of a group. Every rank reserves the same sizes in the same order."""
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
-        self._handle: _SymmetricMemory  # since the first ``reserve``
+        self._handle: _SymmetricMemory  # set by the first ``reserve``
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
     def reserve(self, count: int, like: torch.Tensor, ranks: dist.ProcessGroup) -> None:
-        """Have ``count`` elements as of ``like``. It only grows, and only before graphs are made."""
+        """Make room for ``count`` elements of the dtype of ``like``. Buffers grow only before graphs are captured."""
         size = count * like.itemsize
         if self._buffer is None or len(self._buffer) < size:
             self._views.clear()
@@ -42,7 +43,7 @@ class _Shared:
             self._handle = symmetric.rendezvous(self._buffer, ranks)
 
     def of(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """What ``rank`` has there."""
+        """Return a view of the buffer of ``rank``."""
         key = rank, shape, dtype
         if key not in self._views:
             if len(self._views) >= _MOST_VIEWS:
@@ -51,17 +52,17 @@ class _Shared:
         return self._views[key]
 
     def wait_for_all(self) -> None:
-        """The current stream goes on when all ranks' are here."""
+        """Make the current stream wait until the streams of all ranks have reached this call."""
         self._handle.barrier(channel=0)
 
     def exchange_signals(self, target: int, source: int) -> None:
-        """The current stream tells ``target`` that it is here, and goes on when ``source`` is."""
+        """Make the current stream signal ``target``, and then wait for the signal of ``source``."""
         self._handle.put_signal(target, channel=1)
         self._handle.wait_signal(source, channel=1)
 
 
 class _Lane:
-    """What the operators of one group have. Owned by the compute thread."""
+    """The buffers, stream and events of the operators of one group. Owned by the compute thread."""
 
     def __init__(self, ranks: dist.ProcessGroup) -> None:
         self.rank, self.size = ranks.rank(), ranks.size()
@@ -70,15 +71,15 @@ class _Lane:
         self.events = [torch.cuda.Event() for _ in range(self.size)]
 
     def others(self) -> list[int]:
-        """The other ranks, such that no two ranks read from the same one at a time."""
+        """Return the other ranks, in an order in which no two ranks read from the same one at a time."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
 
 _lanes: dict[str, _Lane] = {}
 
 
-def leave(name: str) -> None:
-    """The group that operators know as ``name`` ends."""
+def release(name: str) -> None:
+    """Release the buffers of the group that is registered as ``name``, if there are any."""
     _lanes.pop(name, None)
 
 
@@ -90,8 +91,10 @@ def _lane(name: str, ranks: dist.ProcessGroup) -> _Lane:
 
 @torch.library.impl(library, "gather_product", "CUDA")
 def _gather_product(x: torch.Tensor, matrix: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """The ranks' ``x [rows, inputs]`` one below the other, times ``matrix [inputs, outputs]``: a rank's rows are
-    multiplied while those of the next one arrive."""
+    """Return the concatenation of the ranks' ``x [rows, inputs]`` times ``matrix [inputs, outputs]``.
+
+    The product is ``[size * rows, outputs]``. The rows of a rank are multiplied while those of the next one arrive.
+    """
     x, (rows, inputs) = x.contiguous(), x.shape
     with among(group) as ranks:
         lane = _lane(group, ranks)
@@ -102,13 +105,13 @@ def _gather_product(x: torch.Tensor, matrix: torch.Tensor, size: int, group: str
         arrived = x.new_empty(size - 1, rows, inputs)
         lane.copies.wait_stream(main)
         with torch.cuda.stream(lane.copies):
-            for place, other in enumerate(lane.others()):
-                arrived[place].copy_(lane.gathered.of(other, (rows, inputs), x.dtype))
-                lane.events[place].record()
+            for index, other in enumerate(lane.others()):
+                arrived[index].copy_(lane.gathered.of(other, (rows, inputs), x.dtype))
+                lane.events[index].record()
         torch.mm(x, matrix, out=product[lane.rank])
-        for place, other in enumerate(lane.others()):
-            main.wait_event(lane.events[place])
-            torch.mm(arrived[place], matrix, out=product[other])
+        for index, other in enumerate(lane.others()):
+            main.wait_event(lane.events[index])
+            torch.mm(arrived[index], matrix, out=product[other])
     return product.view(size * rows, -1)
 
 
@@ -119,8 +122,11 @@ def _(x: torch.Tensor, matrix: torch.Tensor, size: int, group: str) -> torch.Ten
 
 @torch.library.impl(library, "product_sums", "CUDA")
 def _product_sums(x: torch.Tensor, matrix: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """This rank's ``[rows / size, outputs]`` of the sum of all ranks' ``x [rows, inputs]`` times ``matrix [inputs,
-    outputs]``: what is another rank's is sent while the next is multiplied. ``rows`` is a multiple of ``size``."""
+    """Return this rank's part of the sum over the ranks of ``x [rows, inputs]`` times ``matrix [inputs, outputs]``.
+
+    The part is ``[rows / size, outputs]``; ``rows`` must be a multiple of ``size``. The part of a rank is sent while
+    that of the next rank is multiplied.
+    """
     parts = x.contiguous().view(size, -1, x.shape[1])
     shape = size, parts.shape[1], matrix.shape[1]
     with among(group) as ranks:
@@ -128,15 +134,15 @@ def _product_sums(x: torch.Tensor, matrix: torch.Tensor, size: int, group: str) 
         lane.summed.reserve(shape[0] * shape[1] * shape[2], x, ranks)
         own, main = lane.summed.of(lane.rank, shape, x.dtype), torch.cuda.current_stream()
         arrived = x.new_empty(size - 1, *shape[1:])
-        for place, other in enumerate(lane.others()):
+        for index, other in enumerate(lane.others()):
             torch.mm(parts[other], matrix, out=own[other])
-            lane.events[place].record()
-            # Whose part for this rank is ready just now.
-            source = (lane.rank - place - 1) % size
+            lane.events[index].record()
+            # The rank that computes the part of this rank at the same time.
+            source = (lane.rank - index - 1) % size
             with torch.cuda.stream(lane.copies):
-                lane.copies.wait_event(lane.events[place])
+                lane.copies.wait_event(lane.events[index])
                 lane.summed.exchange_signals(other, source)
-                arrived[place].copy_(lane.summed.of(source, shape, x.dtype)[lane.rank])
+                arrived[index].copy_(lane.summed.of(source, shape, x.dtype)[lane.rank])
         total = torch.mm(parts[lane.rank], matrix)
         main.wait_stream(lane.copies)
         for part in arrived:

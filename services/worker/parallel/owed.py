@@ -1,4 +1,4 @@
-"""Tokens that the last pipeline stage samples and the first one needs as inputs."""
+"""Tokens that the last pipeline stage samples and the first stage needs as inputs."""
 
 from collections import deque
 
@@ -9,40 +9,44 @@ from services.worker.parallel.channel import Receiver
 
 
 class OwedTokens:
-    """What was sampled is taken when an input needs it, or so many micro-batches later that it has long been sampled,
-    so that micro-batches follow each other without waiting. Owned by the compute thread of a rank of the first stage.
+    """The messages with sampled tokens that the first stage has not received yet.
+
+    A message is received when an input needs its tokens, or when many later micro-batches were sent. By then the tokens
+    are sampled, so that micro-batches do not wait. Owned by the compute thread of a rank of the first stage.
     """
 
     def __init__(self, receiver: Receiver, last_tokens: torch.Tensor) -> None:
-        """``last_tokens [max_slots]`` int32 or int64: of the slots, filled as tokens come."""
+        """``last_tokens [max_slots]`` int32 or int64 receives the tokens, at their slots."""
         self._receiver, self._last_tokens = receiver, last_tokens
-        self._pending: deque[np.ndarray] = deque()  # slots of each message that was not taken yet
-        self._expected = self._taken = 0  # messages so far
-        self._message = np.zeros(len(last_tokens), np.int64)  # of each slot: the last one that has a token for it
+        self._pending: deque[np.ndarray] = deque()  # slots of each message that is not received yet
+        self._expected = self._received = 0  # messages
+        self._message = np.zeros(len(last_tokens), np.int64)  # number of the last message for each slot
 
     def expect(self, slots: np.ndarray) -> None:
-        """A forward pass is on its way that samples for ``slots [n]``, n > 0: one message with a token for each."""
+        """Expect a message with one token for each of ``slots [n]``, n > 0. Call it when the micro-batch is sent."""
         self._pending.append(slots)
         self._expected += 1
         self._message[slots] = self._expected
 
-    def settle(self, slots: np.ndarray, most: int) -> None:
-        """Wait until ``last_tokens`` has what was sampled for ``slots [n]`` last, and fewer than ``most`` messages are
-        outstanding, so that nobody waits to be rid of one; on CUDA, have the stream wait."""
-        needed = max(int(self._message[slots].max(initial=0)), self._expected - most + 1)
-        while self._taken < needed:
-            self._take()
+    def settle(self, slots: np.ndarray, limit: int) -> None:
+        """Receive the last sampled tokens of ``slots [n]``, and keep fewer than ``limit`` messages outstanding.
 
-    def forget(self) -> None:
-        """Wait for all that is outstanding."""
+        On CUDA, the stream waits and not the host. The limit prevents the last stage from waiting for a receive.
+        """
+        needed = max(int(self._message[slots].max(initial=0)), self._expected - limit + 1)
+        while self._received < needed:
+            self._receive()
+
+    def drain(self) -> None:
+        """Receive all outstanding messages."""
         while self._pending:
-            self._take()
+            self._receive()
 
-    def _take(self) -> None:
-        # In order: the message behind is newer, whoever has the slot by now.
+    def _receive(self) -> None:
+        # Messages are received in order, so a newer token of a slot replaces an older one.
         slots = torch.from_numpy(self._pending.popleft())
-        tokens = self._receiver.take((len(slots),), self._last_tokens.dtype)
-        if tokens.device.type == "cuda":  # without waiting for what is launched
+        tokens = self._receiver.receive((len(slots),), self._last_tokens.dtype)
+        if tokens.device.type == "cuda":  # without waiting for launched work
             slots = slots.pin_memory().to(tokens.device, non_blocking=True)
         self._last_tokens.index_copy_(0, slots, tokens)
-        self._taken += 1
+        self._received += 1

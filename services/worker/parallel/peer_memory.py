@@ -1,8 +1,8 @@
-"""Sums through memory that the ranks of a stage read from each other, over NVLink without its multicast. An operator,
-as in ``operators``.
+"""A sum through memory that the ranks of a stage read from each other, over NVLink without its multicast.
 
-Ranks add in the order of the ranks, whoever adds, so that all have the same bits, where they are 2, 4 or 8; where they
-are others, tokens are the same all the same, since ranks sample from logits that they put together.
+The function is an operator, as in ``operators``. With 2, 4 or 8 ranks, every rank adds in the same order, so that all
+have the same bits. With other numbers of ranks the bits may differ. Sampled tokens are still equal, because all ranks
+sample from the same gathered logits.
 """
 
 import torch
@@ -11,33 +11,33 @@ import torch.distributed._symmetric_memory as symmetric
 
 from services.worker.parallel.operators import among, library
 
-# Of each group, what its ranks put values into for the others to read. It only grows, and only before graphs are made.
+# The buffer of each group, which the other ranks read. Buffers grow only before graphs are captured.
 _buffers: dict[str, torch.Tensor] = {}
 
 library.define("sum_of_peers(Tensor x, str group) -> Tensor")
 
 
 def join(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the ranks of ``group``, processes that see each other, can read each other's memory; the same answer on
-    all of them, which all call it.
+    """Return whether the ranks of ``group`` can read each other's memory. The result is the same on all ranks.
 
-    From here on the operator, and those of ``overlap``, may be used, where it is True.
+    All ranks must call this, in processes that see each other. If the result is True, the operators of this module and
+    of ``overlap`` can be used.
     """
     here = torch.ones(1, device=device)
     try:
         total = _sum(here, group, group.group_name)
         reached = bool(total == group.size())
-    except RuntimeError:  # other hosts, or no way from one device to another
+    except RuntimeError:  # the ranks are on several hosts, or the devices are not connected
         reached = False
     here.fill_(reached)
     dist.all_reduce(here, dist.ReduceOp.MIN, group=group)
     if not here:
-        leave(group.group_name)
+        release(group.group_name)
     return bool(here)
 
 
-def leave(name: str) -> None:
-    """The group of this name, torch's own, ends."""
+def release(name: str) -> None:
+    """Release the buffer of the group that torch calls ``name``, if there is one."""
     _buffers.pop(name, None)
 
 
@@ -56,7 +56,7 @@ def _sum(x: torch.Tensor, ranks: dist.ProcessGroup, name: str) -> torch.Tensor:
 
 @torch.library.impl(library, "sum_of_peers", "CUDA")
 def _sum_of_peers(x: torch.Tensor, group: str) -> torch.Tensor:
-    """The sum of all ranks' contiguous ``x``, of any shape, a multiple of 16 bytes."""
+    """Return the sum of all ranks' ``x``, which is contiguous, of any shape and a multiple of 16 bytes."""
     with among(group) as ranks:
         return _sum(x, ranks, ranks.group_name)
 

@@ -1,4 +1,4 @@
-"""Where a replica's workers meet, and whether they were started alike."""
+"""The rendezvous of a replica's workers, which compares their flags."""
 
 import contextlib
 import json
@@ -16,18 +16,18 @@ from services.common.errors import InvalidRequest
 from services.worker.described.ranks import Ranks
 from services.worker.parallel.errors import ParallelError
 
-# Among the settings, what is no flag: whether there are FlashInfer's kernels for the model.
+# The setting that is not a flag: true if FlashInfer has kernels for the model.
 INSTALLED = "flashinfer"
 _PROBE_S = 0.1
-# For how long a rank may be taken: workers end one after the other when one is lost.
+# Time for which a rank may be taken. After a loss, the workers of the earlier replica exit one after the other.
 _TAKEN_S = 30.0
 
 
 def meet(ranks: Ranks, address: str, port: int, settings: Mapping[str, object], timeout_s: float) -> Store:
-    """A store that all workers of the replica have in common, once all have come; the first keeps it.
+    """Wait for all workers of the replica, and return the store that they share. The first rank hosts it.
 
-    ``settings`` (flag -> value as in JSON) must be the same everywhere. Raises ``InvalidRequest`` naming the flag that
-    is not, and ``ParallelError`` for workers that do not come within ``timeout_s``.
+    ``settings`` (flag -> value as in JSON) must be equal on all ranks. Raises ``InvalidRequest`` naming the flag that
+    differs, and ``ParallelError`` if a worker does not connect within ``timeout_s`` seconds.
     """
     deadline = time.monotonic() + timeout_s
     if is_loopback(address):
@@ -49,7 +49,7 @@ def meet(ranks: Ranks, address: str, port: int, settings: Mapping[str, object], 
 
 
 def keep_store(address: str, port: int, timeout_s: float) -> TCPStore:
-    """The store itself; on loopback only, where that is enough."""
+    """Host the store at ``port``, and return it. It listens on loopback only if ``address`` is a loopback address."""
     listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -72,17 +72,19 @@ def keep_store(address: str, port: int, timeout_s: float) -> TCPStore:
 
 
 def _join(ranks: Ranks, address: str, port: int, deadline: float) -> TCPStore:
-    """Somebody else's store, in which this rank is free. One that is taken may be that of the replica before, which
-    has lost a worker and is about to end."""
-    patience = min(deadline, time.monotonic() + _TAKEN_S)
+    """Connect to the store of the first rank, and take this rank in it.
+
+    The rank may be taken in the store of an earlier replica, which has lost a worker and will exit. So try again.
+    """
+    taken_deadline = min(deadline, time.monotonic() + _TAKEN_S)
     while True:
-        _find(ranks, address, port, deadline)
-        with contextlib.suppress(dist.DistError):  # it has ended meanwhile
+        _wait_for_listener(ranks, address, port, deadline)
+        with contextlib.suppress(dist.DistError):  # the store has closed since
             timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
             store = TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
             if store.add(f"taken/{ranks.index}", 1) == 1:
                 return store
-        if time.monotonic() > patience:
+        if time.monotonic() > taken_deadline:
             raise InvalidRequest(
                 f"flags tp_rank={ranks.tp_rank} pp_rank={ranks.pp_rank}: another worker at {address}:{port} is this"
                 " rank already; give each its own, and each replica its own master_port",
@@ -91,27 +93,28 @@ def _join(ranks: Ranks, address: str, port: int, deadline: float) -> TCPStore:
         time.sleep(_PROBE_S)
 
 
-def _find(ranks: Ranks, address: str, port: int, deadline: float) -> None:
-    """Until somebody listens. The store's own client logs a page for every time that it finds nobody."""
+def _wait_for_listener(ranks: Ranks, address: str, port: int, deadline: float) -> None:
+    """Wait until a process listens at ``address:port``. The store's own client would log a page for each attempt."""
     while True:
         with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=_PROBE_S * 10):
             return
         if time.monotonic() > deadline:
             raise ParallelError(
-                f"nobody listens at master_addr={address} master_port={port}: start {ranks.name(0)} there, or mend the"
-                " flags"
+                f"no worker listens at master_addr={address} master_port={port}: start {ranks.name(0)} there, or"
+                " correct the flags"
             )
         time.sleep(_PROBE_S)
 
 
-def _compare(mine: Mapping[str, object], first: Mapping[str, object]) -> None:
-    for name, value in mine.items():
+def _compare(own: Mapping[str, object], first: Mapping[str, object]) -> None:
+    """Raise ``InvalidRequest`` if a setting of this rank differs from that of the first rank."""
+    for name, value in own.items():
         if first.get(name) != value:
-            what, advice = f"flag {name}", "start all with the same flags but for their ranks"
+            setting, advice = f"flag {name}", "start all with the same flags but for their ranks"
             if name == INSTALLED:
-                what, advice = name, "install the same packages for all"
+                setting, advice = name, "install the same packages for all"
             raise InvalidRequest(
-                f"{what}={_written(value)}: the first worker of this replica has {name}="
+                f"{setting}={_written(value)}: the first worker of this replica has {name}="
                 f"{_written(first.get(name))}; {advice}",
                 field=name,
             )
@@ -123,21 +126,21 @@ def _wait_for_all(store: Store, ranks: Ranks, address: str, port: int, deadline:
             raise ParallelError(f"the replica cannot start; {store.get('refused').decode()}")
         if time.monotonic() > deadline:
             raise ParallelError(
-                f"{', '.join(map(ranks.name, missing))} did not come to {address}:{port}: start every rank of the"
+                f"{', '.join(map(ranks.name, missing))} did not connect to {address}:{port}: start every rank of the"
                 " replica, with the same tp_size and pp_size"
             )
         time.sleep(_PROBE_S)
 
 
 def _written(value: object) -> str:
-    """As on a command line."""
+    """Return ``value`` as it is written on a command line."""
     if isinstance(value, bool):
         return "T" if value else "F"
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _stay_on_loopback() -> None:
-    """Gloo looks the host's name up otherwise, and uses what it resolves to."""
+    """Make Gloo use the loopback interface. Otherwise it uses the address to which the host's name resolves."""
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -1,4 +1,4 @@
-"""The step on a device: inputs, model, sampling.
+"""The execution of steps: inputs, model, sampling.
 
 Threads: ``compute``; ``shard-N`` on CPUs.
 """

@@ -1,4 +1,4 @@
-"""What runs plans, on whatever device."""
+"""The interface of runners, which execute plans on a device."""
 
 from typing import Protocol
 
@@ -7,30 +7,33 @@ from services.worker.step.output import StepOutput
 
 
 class DeviceLost(RuntimeError):
-    """The device computes nothing any more; the process has to be started again."""
+    """The device cannot run further steps. The process has to restart."""
 
 
 class RunningStep(Protocol):
-    """A step that a device computes while the next one is prepared."""
+    """A step that a device computes while the next step is prepared."""
 
     def result(self) -> StepOutput:
-        """Waits for it; called once, step by step. What it raises ends the engine: the device cannot go on."""
+        """Wait for the step, and return its output. Call it once for each step, in order.
+
+        An exception ends the engine, since the device cannot run further steps.
+        """
 
 
 class Runner(Protocol):
-    """Called by the compute thread alone, but for what ``start`` returns."""
+    """A runner of plans. Only the compute thread calls it; any thread may call ``RunningStep.result``."""
 
     limits: Limits
 
-    def run(self, plan: Plan) -> StepOutput:
-        """``start``, and wait for it."""
-
     def start(self, plan: Plan) -> StepOutput | RunningStep:
-        """Raises ``InvalidRequest`` or ``FailedPrecondition``, having changed nothing, for a plan that breaks the
-        contract; ``DeviceLost`` ends the engine."""
+        """Start a step, and return it or, on a CPU, its output.
+
+        Raises ``InvalidRequest`` or ``FailedPrecondition`` for a plan that breaks the contract, without changing
+        anything. Raises ``DeviceLost`` if the engine must end.
+        """
 
     def reset(self) -> None:
         """Free every slot and expect step 1 next."""
 
     def close(self) -> None:
-        """No more steps come."""
+        """Release the device and the threads, after the last step."""

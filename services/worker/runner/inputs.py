@@ -1,4 +1,4 @@
-"""From a batch and the slots' state to the arrays of a forward pass, split into shards."""
+"""The inputs of a forward pass on a CPU, made from a batch and the state of the slots, and split into shards."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -10,38 +10,37 @@ from services.worker.attention.base import AttentionBatch
 from services.worker.sampling.prompt_logprobs import ScoreSpan
 from services.worker.step.slots import SlotTable
 
-# Fewer tokens than this in a shard are not worth a thread of their own: each reads all the weights.
+# Fewest tokens of a shard. Each shard reads all weights, so a smaller one is not worth a thread.
 _SMALLEST_SHARD = 16
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A run of the step's tokens that one thread computes. A row may go on in the next shard."""
+    """Consecutive tokens of the step that one thread computes. A row may continue in the next shard."""
 
-    start: int  # of the step's tokens
+    start: int  # index of the first token among the step's tokens
     end: int
     attention: AttentionBatch
-    sample_tokens: np.ndarray  # [samples] int64, index within the shard of each token that is sampled from
+    sample_tokens: np.ndarray  # [samples] int64, indices within the shard of the tokens whose logits are sampled
     sample_slots: np.ndarray  # beside sample_tokens
-    sample_positions: np.ndarray  # beside sample_tokens: the place in the sequence of the token to be sampled
+    sample_positions: np.ndarray  # beside sample_tokens: position in the sequence of the sampled token
     scores: tuple[ScoreSpan, ...] = ()
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Tokens in batch order. Made and used by the compute thread."""
+    """The inputs of a step. Tokens are in batch order. Made and used by the compute thread."""
 
     positions: np.ndarray  # [tokens] int64
-    known_tokens: np.ndarray | None  # [tokens] int64, 0 where the token is the slot's last one; None = all are
-    last_of: np.ndarray  # [n] int64, indices of the tokens that are their slot's last one
+    known_tokens: np.ndarray | None  # [tokens] int64, 0 where the input is the slot's last token; None = everywhere
+    last_of: np.ndarray  # [n] int64, indices of the tokens whose input is the slot's last token
     last_slots: np.ndarray  # beside last_of
     shards: tuple[Shard, ...]
-    # No row can need what another row stores in this step: a row that decodes has read all else it reads before.
-    independent: bool
+    independent: bool  # no row reads keys and values that another row stores in this step: all rows decode
 
 
 def build(batch: Batch, slots: SlotTable, threads: int) -> StepInputs:
-    """``batch`` has at least one row and was checked."""
+    """Return the inputs of a valid ``batch`` with at least one row, in at most ``threads`` shards."""
     rows, counts = batch.slots, batch.token_counts
     begins = slots.computed[rows]
     decoding = begins >= slots.given[rows]
@@ -74,14 +73,17 @@ def build(batch: Batch, slots: SlotTable, threads: int) -> StepInputs:
 
 
 def _scores(shard: Shard, runs: list[tuple[int, int, int, int]], slots: SlotTable) -> tuple[ScoreSpan, ...]:
-    """``runs``: (slot, place in the sequence, start and end among the step's tokens) of each row to score."""
+    """Return the prompt tokens that ``shard`` scores.
+
+    ``runs``: slot, first position in the sequence, and start and end among the step's tokens, of each row to score.
+    """
     found = []
     for slot, begin, row_start, end in runs:
-        place = row_start - begin  # of the sequence's token 0 among the step's tokens
-        first = max(row_start, shard.start, place + int(slots.prompt_start[slot]) - 1)
-        stop = min(end, shard.end, place + int(slots.prompt_tokens[slot]) - 1)
+        offset = row_start - begin  # from positions in the sequence to indices among the step's tokens
+        first = max(row_start, shard.start, offset + int(slots.prompt_start[slot]) - 1)
+        stop = min(end, shard.end, offset + int(slots.prompt_tokens[slot]) - 1)
         if first < stop:
-            start = first - place + 1
+            start = first - offset + 1
             token_ids = slots.prompts[slot][start : start + stop - first]
             found.append(ScoreSpan(slot, start, first - shard.start, token_ids))
     return tuple(found)

@@ -1,4 +1,4 @@
-"""Runs plans: check, apply, compute, sample, advance."""
+"""The runner for CPUs, which checks and applies a plan, computes, samples and advances the slots."""
 
 import threading
 import time
@@ -25,11 +25,11 @@ from services.worker.step.slots import SlotTable
 if TYPE_CHECKING:
     from services.worker.models.fused_cpu import FusedDecoder  # loads numba, which CUDA does not need
 
-Outcome = tuple[Sampled, list[ScoredTokens]]  # of a part of a batch
+Outcome = tuple[Sampled, list[ScoredTokens]]  # of a shard or micro-batch
 
 
 class StepRunner:
-    """Owns the slots and the cache. One thread, the compute thread, calls all of it."""
+    """A runner for one rank on CPUs. Owns the slots and the cache. Only the compute thread calls it."""
 
     def __init__(
         self,
@@ -41,8 +41,7 @@ class StepRunner:
         fused: "FusedDecoder | None" = None,
         grammars: SlotGrammars | None = None,
     ) -> None:
-        """``fused``: what runs decode steps instead of ``model``, where there is such a thing. ``grammars``: None where
-        sequences have none, or nothing is sampled here."""
+        """``fused`` runs decode steps instead of ``model``. ``grammars`` is None if grammars are not supported."""
         self.limits = limits
         self.model, self.cache, self._attention, self._threads = model, cache, attention, threads
         self._fused, self._grammars = fused, grammars
@@ -52,7 +51,7 @@ class StepRunner:
         self._barriers = {size: threading.Barrier(size) for size in range(2, threads.size + 1)}
 
     def reset(self) -> None:
-        """Free every slot and expect step 1 next. Pages keep their content, which nobody refers to any more."""
+        """Free every slot and expect step 1 next. Pages keep their content, which is unreachable."""
         self._slots.clear()
         if self._grammars is not None:
             self._grammars.clear()
@@ -61,19 +60,22 @@ class StepRunner:
             barrier.reset()
 
     def close(self) -> None:
-        """Let the threads end."""
+        """End the threads."""
         self._threads.close()
         if self._grammars is not None:
             self._grammars.close()
 
     def start(self, plan: Plan) -> StepOutput:
-        """``run``: here a step is over when it returns."""
+        """Run a step to its end. See ``run``."""
         return self.run(plan)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepOutput:
-        """Raises ``InvalidRequest`` or ``FailedPrecondition``, having changed nothing, for a plan that breaks the
-        contract."""
+        """Run a step and return its output.
+
+        Raises ``InvalidRequest`` or ``FailedPrecondition`` for a plan that breaks the contract, without changing
+        anything.
+        """
         started = time.perf_counter_ns()
         check_plan(plan, self._last, self._slots, self.limits)
         self._apply(plan)
@@ -108,7 +110,7 @@ class StepRunner:
             self.cache.copy_pages(*pages)
 
     def _to_device(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and positions, ``[tokens]`` int64: what the scheduler sent, and what was sampled last."""
+        """Return token ids and positions, ``[tokens]`` int64. Ids come from the prompts and the last sampled tokens."""
         positions = torch.from_numpy(inputs.positions).to(self._device)
         last = self._slots.last_tokens[torch.from_numpy(inputs.last_slots).to(self._device)]
         if inputs.known_tokens is None:
@@ -118,17 +120,17 @@ class StepRunner:
         return token_ids, positions
 
     def _keep_tokens(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
-        """Write ``token_ids [tokens]`` beside where their keys and values go."""
+        """Store ``token_ids [tokens]`` in the cache, at the indices of their keys and values."""
         slots = np.concatenate([shard.attention.token_slots for shard in inputs.shards])
         pages = self._slots.page_table[slots, inputs.positions // self.cache.page_size].astype(np.int64)
-        places = torch.from_numpy(pages * self.cache.page_size + inputs.positions % self.cache.page_size)
-        self.cache.tokens.view(-1)[places.to(self._device)] = token_ids.int()
+        indices = torch.from_numpy(pages * self.cache.page_size + inputs.positions % self.cache.page_size)
+        self.cache.tokens.view(-1)[indices.to(self._device)] = token_ids.int()
 
     def _compute(
         self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor, timing: Timing
     ) -> list[Outcome]:
         barrier = None if inputs.independent else self._barriers.get(len(inputs.shards))
-        timings = [timing, *(Timing() for _ in inputs.shards[1:])]  # the first shard's counts as the step's
+        timings = [timing, *(Timing() for _ in inputs.shards[1:])]  # the timing of the first shard is the step's
         jobs = [
             partial(self._compute_shard, shard, token_ids, positions, inputs.independent, barrier, each)
             for shard, each in zip(inputs.shards, timings, strict=True)
@@ -150,7 +152,8 @@ class StepRunner:
         if independent and self._fused is not None:
             hidden = self._fused(token_ids, positions, shard.attention)
         else:
-            attention = self._attention.step(shard.attention, _nothing if barrier is None else barrier.wait)
+            wait = (lambda: None) if barrier is None else barrier.wait
+            attention = self._attention.step(shard.attention, wait)
             hidden = self.model(token_ids, positions, attention)
         timing.forward = time.perf_counter_ns() - started
         scored = self._score(shard, hidden)
@@ -160,11 +163,11 @@ class StepRunner:
         return sampled, scored
 
     def _score(self, shard: Shard, hidden: torch.Tensor) -> list[ScoredTokens]:
-        """From ``hidden [tokens, hidden_size]`` of the shard."""
+        """Score prompt tokens by the shard's ``hidden [tokens, hidden_size]``."""
         return [score(hidden, self.model.logits, each, self._slots, self.limits.vocab_size) for each in shard.scores]
 
     def _sample(self, shard: Shard, hidden: torch.Tensor) -> Sampled:
-        """From ``hidden [tokens, hidden_size]`` of the shard."""
+        """Sample tokens from the shard's ``hidden [tokens, hidden_size]``."""
         if len(shard.sample_slots) == 0:
             return NOTHING_SAMPLED
         if len(shard.sample_slots) < hidden.shape[0]:
@@ -181,7 +184,7 @@ class StepRunner:
         )
 
     def _masks(self, slots: np.ndarray) -> RowMasks | None:
-        """Of the rows that sample for ``slots [samples]``; those whose grammar cannot be followed have failed."""
+        """Return the grammar masks of rows that sample for ``slots [samples]``. Mark slots with failed grammars."""
         if self._grammars is None or not self._slots.masked[slots].any():
             return None
         masks = self._grammars.masks(slots)
@@ -189,14 +192,14 @@ class StepRunner:
         return masks
 
     def _failures(self, sampled: Sampled) -> dict[int, Failure]:
-        """Why slots fail whose logits are numbers."""
+        """Return the failures of grammars by slot."""
         if self._grammars is None or sampled.finite.all():
             return {}
         return self._grammars.failures(sampled.slots[~sampled.finite])
 
     def _keep_sampled(self, sampled: Sampled) -> torch.Tensor:
-        """The slots' last tokens from here on, which are returned, ``[samples]`` int64."""
-        # A failed row goes on with token 0, so that plans on their way stay right; it fails until it is released.
+        """Keep the sampled tokens as the slots' last tokens. Return them, ``[samples]`` int64 on the device."""
+        # A failed row continues with token 0, so that plans in flight stay valid. It fails until it is released.
         tokens = np.where(sampled.finite, sampled.token_ids, 0)
         self._slots.failed[sampled.slots] = ~sampled.finite
         if self._grammars is not None:
@@ -205,7 +208,3 @@ class StepRunner:
         last = torch.from_numpy(tokens).to(self._device)
         self._slots.last_tokens[index] = last
         return last
-
-
-def _nothing() -> None:
-    """Nothing to wait for."""

@@ -1,4 +1,4 @@
-"""A few threads that run the parts of a step side by side."""
+"""Threads that run the shards of a step in parallel."""
 
 import queue
 import threading
@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
-_Work = queue.SimpleQueue[tuple[Callable[[], Any], threading.Barrier | None] | None]  # None = no more
-_Outcome = tuple[int, Any, BaseException | None]  # of which job, its result, what it failed with
+_Work = queue.SimpleQueue[tuple[Callable[[], Any], threading.Barrier | None] | None]  # None = end the thread
+_Outcome = tuple[int, Any, BaseException | None]  # index of the job, result, exception
 
 
 class ShardThreads:
-    """``size`` threads with the caller's as the first; used by the compute thread alone.
+    """A pool of ``size`` threads, including the caller's. Used by the compute thread alone.
 
-    Each part of a step runs whole in one thread: torch's own way, a fork and a join in every operator, loses most of
-    its time when another process takes one of the cores for a moment.
+    Each shard of a step runs in one thread. Torch's own parallelism forks and joins in every operator, which loses most
+    of the time when another process briefly uses one of the cores.
     """
 
     def __init__(self, size: int) -> None:
@@ -27,8 +27,11 @@ class ShardThreads:
             threading.Thread(target=self._serve, args=(index + 1, work), name=f"shard-{index + 1}", daemon=True).start()
 
     def run(self, jobs: Sequence[Callable[[], T]], barrier: threading.Barrier | None = None) -> list[T]:
-        """The results of at most ``size`` jobs, in order. ``barrier``, which the jobs may wait on, is broken when one
-        fails, so that the others end; the first failure is raised when all have ended."""
+        """Run at most ``size`` jobs, and return their results in order.
+
+        Jobs may wait on ``barrier``. If a job fails, the barrier is broken, so that the others end, and the first
+        exception is raised when all have ended.
+        """
         if len(jobs) == 1:
             return [jobs[0]()]
         for job, work in zip(jobs[1:], self._work, strict=False):
@@ -44,7 +47,7 @@ class ShardThreads:
         return [result for _, result, _ in outcomes]
 
     def close(self) -> None:
-        """Let the threads end."""
+        """End the threads."""
         for work in self._work:
             work.put(None)
 

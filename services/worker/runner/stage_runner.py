@@ -1,10 +1,12 @@
-"""Runs plans on one of several ranks, on CPUs: its layers, its heads, and what it hands to the next stage.
+"""The runner of one of several ranks on CPUs: its layers, its heads, and the messages to other ranks.
 
-Every rank gets the same plans and keeps the same state on the host, because lengths do not depend on what is sampled.
-So each knows from a plan alone what the others send and receive. A rank waits for nothing but: its stage's ranks in a
-collective; activations of this micro-batch from the stage before; tokens of earlier micro-batches from the last stage;
-and the next stage to have come within a few micro-batches. Followed back, each leads to the same micro-batch on an
-earlier stage or to an earlier micro-batch: no waits go round in a circle.
+Every rank receives the same plans and keeps the same state on its host, because lengths do not depend on the sampled
+tokens. So each rank can compute from a plan alone which messages the others send and receive.
+
+A rank waits only for the ranks of its stage in a collective, for activations of this micro-batch from the previous
+stage, for tokens of earlier micro-batches from the last stage, and for the next stage to follow within a few
+micro-batches. Each of these waits depends only on the same micro-batch in an earlier stage or on an earlier
+micro-batch, so ranks cannot deadlock.
 """
 
 import time
@@ -17,7 +19,7 @@ from services.common.plan.types import Batch, Limits, Plan, micro_batches
 from services.worker.attention.base import AttentionBackend
 from services.worker.attention.kv_cache import KvCache
 from services.worker.models.decoder import DecoderModel
-from services.worker.parallel.channel import Receiver, Sender
+from services.worker.parallel.channel import Sender
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import Exchanges
 from services.worker.parallel.group import RankGroup
@@ -31,10 +33,10 @@ from services.worker.step.output import StepOutput
 
 
 class StageRunner(StepRunner):
-    """As ``StepRunner``, in one thread: all ranks call their collectives in the same order.
+    """A ``StepRunner`` with one thread, since all ranks must call their collectives in the same order.
 
-    ``run`` returns when this rank's part of a step is done, while later stages may still be at theirs. Only the output
-    of the rank that reports has tokens.
+    ``run`` returns when this rank's part of a step is done. Later stages may still compute theirs. Only the output of
+    the rank that reports has tokens.
     """
 
     def __init__(
@@ -49,25 +51,28 @@ class StageRunner(StepRunner):
     ) -> None:
         super().__init__(model, cache, attention, limits, ShardThreads(1), grammars=grammars)
         self._group, self._exchanges = group, exchanges
-        self._parts: list[Batch] = []  # of the batch that was said last
+        self._parts: list[Batch] = []  # micro-batches of the current batch
         self._owed = None if group.tokens_in is None else OwedTokens(group.tokens_in, self._slots.last_tokens)
 
     def reset(self) -> None:
-        """Also waits until nothing is on its way between ranks: all of them run the same steps before they reset."""
+        """Free every slot after all messages have arrived. All ranks run the same steps before they reset."""
         if self._owed is not None:
-            self._owed.forget()
+            self._owed.drain()
         self._group.drain()
         super().reset()
         self._parts = []
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """End the threads and close the connections to other ranks."""
         super().close()
         self._group.close()
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepOutput:
-        """Raises as ``StepRunner.run``, on all ranks alike, and ``ParallelError`` when this replica cannot go on."""
+        """Run this rank's part of a step.
+
+        Raises the errors of ``StepRunner.run``, on all ranks alike, and ``ParallelError`` if the replica cannot go on.
+        """
         started = time.perf_counter_ns()
         check_plan(plan, self._last, self._slots, self.limits)
         try:
@@ -75,7 +80,7 @@ class StageRunner(StepRunner):
         except ParallelError:
             raise
         except Exception as error:
-            # The others wait for this rank.
+            # The other ranks wait for this one, so the replica cannot continue.
             raise ParallelError(f"step {plan.step} failed on {self._group.ranks.name()}: {error}") from error
 
     def _run_checked(self, plan: Plan, started: int) -> StepOutput:
@@ -89,16 +94,11 @@ class StageRunner(StepRunner):
             return StepOutput(plan.step, NOTHING_SAMPLED, timing)
         sampled = [each for each, _ in outcomes if len(each.slots)]
         scored = tuple(each for _, found in outcomes for each in found)
-        everything = concatenate(sampled) if sampled else NOTHING_SAMPLED
-        return StepOutput(plan.step, everything, timing, scored, self._failures(everything))
-
-    def _enter(self, previous: Receiver, tokens: int) -> torch.Tensor:
-        """The residual stream of a micro-batch, as the stage before has it."""
-        shape = self._exchanges.of(tokens).rows(tokens), self.model.config.hidden_size
-        return previous.take(shape, self.model.dtype)
+        merged = concatenate(sampled) if sampled else NOTHING_SAMPLED
+        return StepOutput(plan.step, merged, timing, scored, self._failures(merged))
 
     def _run_part(self, part: Batch, inputs: StepInputs, timing: Timing) -> Outcome:
-        """One micro-batch."""
+        """Run a micro-batch, and add its times to ``timing``."""
         started = time.perf_counter_ns()
         model, (shard,) = self.model, inputs.shards
         if self._owed is not None:
@@ -107,27 +107,29 @@ class StageRunner(StepRunner):
         if model.last:
             self._keep_tokens(inputs, token_ids)
         previous, following = self._group.from_previous, self._group.to_next
-        entering = token_ids if previous is None else self._enter(previous, len(positions))
+        exchange = self._exchanges.of(len(positions))
+        shape = exchange.rows(len(positions)), model.config.hidden_size
+        entering = token_ids if previous is None else previous.receive(shape, model.dtype)
         prepared = time.perf_counter_ns()
-        attention = self._attention.step(shard.attention, _nothing)
-        leaving = model(entering, positions, attention, None, self._exchanges.of(len(positions)))
+        attention = self._attention.step(shard.attention, lambda: None)
+        leaving = model(entering, positions, attention, None, exchange)
         forwarded = time.perf_counter_ns()
-        outcome = self._finish(leaving, shard) if following is None else self._hand_on(following, leaving, shard)
+        outcome = self._finish(leaving, shard) if following is None else self._send(following, leaving, shard)
         self._slots.advance(part.slots, part.token_counts, shard.sample_slots)
         timing.prepare += prepared - started
         timing.forward += forwarded - prepared
         timing.sample += time.perf_counter_ns() - forwarded
         return outcome
 
-    def _hand_on(self, following: Sender, leaving: torch.Tensor, shard: Shard) -> Outcome:
-        """Activations to the next stage; the first stage also makes room for what will be sampled from them."""
+    def _send(self, following: Sender, leaving: torch.Tensor, shard: Shard) -> Outcome:
+        """Send activations to the next stage. On the first stage, also expect the tokens that are sampled from them."""
         following.send(leaving)
         if self._owed is not None and len(shard.sample_slots):
             self._owed.expect(shard.sample_slots)
         return NOTHING_SAMPLED, []
 
     def _finish(self, hidden: torch.Tensor, shard: Shard) -> Outcome:
-        """Score prompts, sample, and tell the first stage."""
+        """Score prompts, sample, and send the sampled tokens to the first stage."""
         scored = self._score(shard, hidden)
         sampled = self._sample(shard, hidden)
         if len(sampled.slots):
@@ -135,7 +137,3 @@ class StageRunner(StepRunner):
             if self._group.tokens_out is not None:
                 self._group.tokens_out.send(last)
         return sampled, scored
-
-
-def _nothing() -> None:
-    """Nothing to wait for."""

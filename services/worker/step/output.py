@@ -16,16 +16,16 @@ class Sampled:
 
     slots: np.ndarray  # [n] int64, in batch order
     token_ids: np.ndarray  # [n] int64
-    finite: np.ndarray  # [n] bool; where False the logits were not numbers and the token means nothing
-    logprobs: np.ndarray | None = None  # [n] float32, NaN where not asked; None when no row asked
-    top: TopLogprobs | None = None  # [n]; None when no row asked
+    finite: np.ndarray  # [n] bool; False = the logits were not numbers, and the token is undefined
+    logprobs: np.ndarray | None = None  # [n] float32, NaN for rows that did not request them; None if no row did
+    top: TopLogprobs | None = None  # [n]; None if no row requested them
 
 
 class Failure(NamedTuple):
-    """Why a sequence fails whose logits are numbers."""
+    """The reason why a sequence fails."""
 
     message: str
-    forbidden: bool = False  # its grammar does not allow what was generated before its admission
+    forbidden: bool = False  # the grammar does not allow the tokens that were generated before the admission
 
 
 _NO_NUMBERS = Failure("the model's logits are not numbers")
@@ -38,11 +38,11 @@ class StepOutput:
     step: int
     sampled: Sampled
     timing: Timing = field(default_factory=Timing)
-    scored: tuple[ScoredTokens, ...] = ()  # in batch order; a sequence may come in parts
+    scored: tuple[ScoredTokens, ...] = ()  # in batch order; a sequence may have several
     failures: Mapping[int, Failure] = field(default_factory=dict)  # by slot
 
     def to_result(self, queued_plans: int = 0) -> StepResult:
-        """Return what the scheduler gets: rows whose logits are not numbers become failures."""
+        """Return the result for the scheduler. Rows whose logits are not numbers become failures."""
         sampled, good = self.sampled, self.sampled.finite
         failures: list[SlotFailure] = []
         if good.all():

@@ -14,21 +14,22 @@ OPENING_TOKENS = 8  # a reasoning section must begin within the first tokens of 
 _NONE = np.empty(0, np.int64)
 _NO_PENALTIES = [1.0, 0.0, 0.0]  # repetition, frequency, presence
 _NEVER = 2**30  # beyond every position
-# Steps for which a forced token is tried again, if the grammar does not allow it: the rest of a character in UTF-8.
+# Steps for which a forced token is tried again while the grammar does not allow it: it may require the rest of a
+# UTF-8 character first.
 _RETRIES = 4
 
 
 class SlotTable(SlotState):
-    """Lengths, page tables and sampling settings on the host, the token sampled last on the device.
+    """Lengths, page tables and sampling settings on the host, and the last sampled tokens on the device.
 
-    The next input of a sequence that decodes is in ``last_tokens``. Before that its inputs are in ``prompts``.
+    The next input of a sequence is its last token, or a token of ``prompts`` until the prompt is computed.
     """
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
         super().__init__(limits)
         slots = limits.max_slots
-        self.failed = np.zeros(slots, bool)  # logits were not numbers once: the cache is spoilt
-        self.prompts = [_NONE] * slots  # [given] int64 each, as long as it is needed
+        self.failed = np.zeros(slots, bool)  # logits were not numbers in some step: the cached values are invalid
+        self.prompts = [_NONE] * slots  # [given] int64 each, until all of it is computed
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
 
         # Sampling parameters. The message has the same names.
@@ -45,14 +46,14 @@ class SlotTable(SlotState):
         self.sample_index = np.zeros(slots, np.uint64)
         self.logprobs = np.zeros(slots, bool)
         self.top_logprobs = np.zeros(slots, np.int64)
-        self.prompt_tokens = np.zeros(slots, np.int64)  # the sequence's later tokens were generated
-        self.penalised = np.zeros(slots, bool)  # any penalty is on
-        self.prompt_logprobs = np.full(slots, -1, np.int64)  # most likely tokens beside each; -1 = not asked for
+        self.prompt_tokens = np.zeros(slots, np.int64)  # length of the prompt; later tokens were generated
+        self.penalised = np.zeros(slots, bool)  # any penalty is in use
+        self.prompt_logprobs = np.full(slots, -1, np.int64)  # most likely tokens beside each; -1 = not requested
         self.prompt_start = np.ones(slots, np.int64)  # position of the first prompt token to score
-        self.processed = np.zeros(slots, bool)  # log-probabilities are of the distribution drawn from
+        self.processed = np.zeros(slots, bool)  # log-probabilities are of the distribution after all adjustments
         self.masked = np.zeros(slots, bool)  # has a grammar
-        # Thinking budgets. A token can be forced only at positions from `force_from` to before `force_until`.
-        self.budgets = 0  # slots in use that have one
+        # Thinking budgets. A token can be forced only at positions p with force_from <= p < force_until.
+        self.budgets = 0  # slots in use that have a budget
         self.force_from = np.full(slots, _NEVER)
         self.force_until = np.zeros(slots, np.int64)
         self.think_tokens = np.zeros(slots, np.int64)
@@ -60,10 +61,10 @@ class SlotTable(SlotState):
         self.think_end = np.zeros(slots, np.int64)  # token
         self.biased = np.zeros(slots, bool)
         self.biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # slot -> token ids, values
-        # Of those above, by ``derive``.
+        # Computed from the settings by ``derive``.
         self.scales = np.zeros(slots, np.float32)  # one over the temperature; 0 = greedy
-        self.stems = np.zeros(slots, np.uint64)  # of the noise
-        self.plain = np.ones(slots, bool)  # asks for no more than a temperature
+        self.stems = np.zeros(slots, np.uint64)  # of the noise keys
+        self.plain = np.ones(slots, bool)  # no setting but the temperature affects the draw, and no log-probabilities
 
     def clear(self) -> None:
         """Free every slot."""
@@ -107,7 +108,7 @@ class SlotTable(SlotState):
             self.biases[slot] = token_ids, read_float(parameters.logit_bias_values)
 
     def _limit_thinking(self, slot: int, budget: ThinkingBudget) -> None:
-        """Set the budget of ``slot``, whose other settings are there."""
+        """Set the thinking budget of ``slot``, after its other settings."""
         self.budgets += 1
         opened = budget.opened
         self.think_tokens[slot] = tokens = min(budget.tokens, _NEVER // 2)
@@ -125,11 +126,11 @@ class SlotTable(SlotState):
         return inside
 
     def are_plain(self, slots: np.ndarray, positions: np.ndarray) -> bool:
-        """Return whether no row needs more than a temperature. ``positions``: as of ``may_force``."""
+        """Return whether all rows need only a temperature. Arguments as in ``may_force``."""
         return bool(self.plain[slots].all()) and not (self.budgets and self.may_force(slots, positions).any())
 
     def derive(self, slots: np.ndarray) -> None:
-        """Compute what sampling needs in every step from the settings of ``slots [n]``, which were admitted."""
+        """Compute ``scales``, ``stems`` and ``plain`` of ``slots [n]`` after their admission."""
         self.scales[slots] = scales_of(self.temperature[slots])
         self.stems[slots] = stems(self.seed[slots], self.sample_index[slots])
         cut = (self.top_k[slots] > 0) | (self.top_p[slots] < 1) | (self.min_p[slots] > 0)
@@ -137,7 +138,7 @@ class SlotTable(SlotState):
         self.plain[slots] = ~(more | (cut & (self.temperature[slots] > 0)))
 
     def advance(self, slots: np.ndarray, token_counts: np.ndarray, sampled_slots: np.ndarray) -> None:
-        """After a forward pass: tokens computed, and one more known where one was sampled."""
+        """Record a forward pass: ``token_counts [n]`` tokens of ``slots [n]``, and one token for each sampled slot."""
         computed = self.computed[slots] + token_counts
         self.computed[slots] = computed
         self.known[sampled_slots] += 1

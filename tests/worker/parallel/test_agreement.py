@@ -22,7 +22,7 @@ class Watch:
     def __init__(self) -> None:
         self.errors: list[str] = []
 
-    def give_up(self, error: ParallelError) -> None:
+    def fail(self, error: ParallelError) -> None:
         self.errors.append(error.message)
 
 
@@ -71,7 +71,7 @@ def test_a_rank_without_plans_does_not_wait():
 
 
 def test_a_stream_that_does_not_end_everywhere_is_the_end(monkeypatch):
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(module, "_TIMEOUT_S", 0.05)
     told = "a stream of plans has ended, but not on rank tp_rank=1 pp_rank=0, within 0.05 s" + AGAIN
     assert settle((1, False), None) == [[told], []]
 

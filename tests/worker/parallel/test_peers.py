@@ -48,11 +48,11 @@ def exchange_all(ranks: Ranks, port: int) -> list:
             for number in range(20):  # more than may be on their way
                 group.to_next.send(torch.tensor([float(number), float(ranks.tp_rank)]))
         if group.from_previous is not None:
-            found.append([group.from_previous.take((2,), torch.float32).tolist() for _ in range(20)][-1])
+            found.append([group.from_previous.receive((2,), torch.float32).tolist() for _ in range(20)][-1])
         if group.tokens_out is not None:
             group.tokens_out.send(torch.tensor([ranks.index]))
         if group.tokens_in is not None:
-            found.append(group.tokens_in.take((1,), torch.int64).tolist())
+            found.append(group.tokens_in.receive((1,), torch.int64).tolist())
         group.drain()
         return found
     finally:

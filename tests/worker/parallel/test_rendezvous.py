@@ -94,13 +94,17 @@ def test_a_worker_that_comes_back_waits_for_the_replica_before_to_end():
 def test_a_rank_that_does_not_come_is_named():
     port, ranks = free_port(), grid(2, 2)
     told = attempt([ranks[0], ranks[2]], port, timeout_s=1.0)
-    missing = f"rank tp_rank=1 pp_rank=0, rank tp_rank=1 pp_rank=1 did not come to 127.0.0.1:{port}: start every rank"
+    missing = (
+        f"rank tp_rank=1 pp_rank=0, rank tp_rank=1 pp_rank=1 did not connect to 127.0.0.1:{port}: start every rank"
+    )
     assert missing in told[0]
 
 
 def test_nobody_to_meet_is_said():
     (told,) = attempt([Ranks(1, 2)], port := free_port(), timeout_s=0.3)
-    assert told.startswith(f"ParallelError: nobody listens at master_addr=127.0.0.1 master_port={port}: start rank tp_")
+    assert told.startswith(
+        f"ParallelError: no worker listens at master_addr=127.0.0.1 master_port={port}: start rank tp_"
+    )
 
 
 def test_a_port_that_is_taken_is_named():

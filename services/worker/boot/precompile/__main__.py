@@ -27,9 +27,9 @@ def main() -> None:
     if not received:
         return
     job = Job.model_validate_json(received)
-    configure("worker", "ERROR", job.config.log_format)  # the worker itself warns about the directory,
+    configure("worker", "ERROR", job.config.log_format)  # the worker also warns about the directory
     keep_compiled_code_in(job.config.compile_cache_dir)
-    configure("worker", "WARNING", job.config.log_format)  # and logs the phases of the start
+    configure("worker", "WARNING", job.config.log_format)  # the worker also logs the phases of the start
     started = time.monotonic()
     try:
         pool = CompilerPool(job.gpu.capability)

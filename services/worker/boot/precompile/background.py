@@ -54,9 +54,9 @@ class KernelCompiler:
 
 
 def can_precompile(config: WorkerConfig) -> bool:
-    """Return whether this worker is the one that starts a ``KernelCompiler``, for all ranks of its stage.
+    """Return whether this worker starts a ``KernelCompiler``, for all ranks of its stage.
 
-    torch.compile makes kernels of its own. The stages of a pipeline cannot be rehearsed alone.
+    It is not useful with torch.compile, which makes other kernels. The stages of a pipeline cannot be rehearsed alone.
     """
     uses_gpu = config.device == "cuda" or (config.device == "auto" and has_gpus())
     return uses_gpu and config.torch_compile is not True and config.tp_rank == 0 and config.pp_size == 1

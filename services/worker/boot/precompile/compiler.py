@@ -72,7 +72,7 @@ class CompilerPool:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """End this process of the pool when ``parent`` dies: it would wait for tasks for ever."""
+    """Make this process of the pool exit when ``parent`` exits. Otherwise it would wait for tasks for ever."""
     os.environ[PARENT_PID] = str(parent)
     exit_with_parent()
 
@@ -84,6 +84,6 @@ def _compile(launch: Launch) -> str:
         # Before Triton 3.7, each specialisation has a launcher in C, which gcc compiles.
         if hasattr(nvidia, "make_launcher"):
             nvidia.CudaLauncher(compiled.src, compiled.metadata)
-    except Exception as error:  # of any kind: the worker compiles that kernel itself, and reports its error
+    except Exception as error:  # the worker will compile this kernel itself, and report the error
         return f"{launch.kernel.__name__}: {error!r}"
     return ""

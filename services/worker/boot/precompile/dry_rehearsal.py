@@ -38,7 +38,7 @@ def rehearse_dry(job: Job, on_launch: Callable[[Launch], None]) -> None:
 def _layers_to_rehearse(described: ModelConfig) -> int:
     """Return how many layers are enough to launch all kernels of the model.
 
-    Those are the first layer, the following ones until each kind of layer has occurred, and one as the last layer.
+    These are the first layer, further layers until each kind of layer has occurred, and a last layer.
     """
     following = described.layers[1:]
     until_all = max((following.index(layer) + 1 for layer in set(following)), default=0)

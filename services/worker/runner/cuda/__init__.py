@@ -1,4 +1,4 @@
-"""Steps on a CUDA device: CUDA graphs, uploads and downloads that overlap with computing.
+"""The execution of steps on a CUDA device, with CUDA graphs and with transfers that overlap with computation.
 
-Threads: ``compute`` launches; ``answers`` waits and reads.
+Threads: ``compute`` launches steps; ``answers`` waits for them and reads results.
 """

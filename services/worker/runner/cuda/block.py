@@ -1,4 +1,4 @@
-"""The inputs of a captured step as one array: the host fills it, one copy brings it to the device, a graph reads it."""
+"""The inputs of a captured step as one array: the host fills it, one copy uploads it, and a graph reads it."""
 
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
@@ -17,18 +17,18 @@ Array = TypeVar("Array", np.ndarray, torch.Tensor)
 
 
 class Fields(NamedTuple, Generic[Array]):
-    """Views of a block, of arrays on the host or of tensors on the device; int32 unless told otherwise."""
+    """Views of a block, as arrays on the host or tensors on the device. Int32 unless stated otherwise."""
 
     slots: Array  # [size], -1 = padding
-    # [size]. Not the first, nor is it in an upload: compilers make a model anew for a tensor that begins where its
-    # memory does.
+    # [size]. Neither here nor in an upload does this come first: compilers make separate code for a tensor at the start
+    # of its memory.
     positions: Array
-    known: Array  # [size], the token; -1 = what the slot sampled last
+    known: Array  # [size], token id; -1 = the slot's last sampled token
     scales: Array  # [size] float32, one over the temperature; 0 = greedy
-    keys: Array  # [size, 2], of the noise
-    where: Array  # [1], the place of the step's first result
-    append_slots: Array  # [capacity], -1 = nothing is appended
-    append_places: Array  # beside append_slots, in the slot's page table
+    keys: Array  # [size, 2], keys of the noise
+    where: Array  # [1], index of the step's first result
+    append_slots: Array  # [capacity], -1 = no page is appended
+    append_places: Array  # beside append_slots, index in the slot's page table
     append_pages: Array  # beside append_slots
     prefix_tokens: Array | None  # [size], 0 = none; None without groups
     tiles: Array | None  # [tiles, TILE_FIELDS] of the groups; tiles of zeros do nothing
@@ -36,13 +36,13 @@ class Fields(NamedTuple, Generic[Array]):
 
 @dataclass(frozen=True)
 class Layout:
-    """Of the block of a graph for ``size`` rows, and with groups for ``tiles`` tiles of them."""
+    """The layout of a block for ``size`` rows. ``tiles``: tiles of groups, or None without groups."""
 
     size: int
     tiles: int | None
 
     def empty(self, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
-        """A block of padding."""
+        """Return a block of padding, int32."""
         block = torch.zeros(self._cuts()[-1][1], dtype=torch.int32, device=device, pin_memory=pinned)
         fields = self.fields(block)
         for field in (fields.append_slots, fields.slots, fields.known):
@@ -50,7 +50,7 @@ class Layout:
         return block
 
     def fields(self, block: Array) -> Fields[Array]:
-        """Of a block as ``empty`` makes them."""
+        """Return the fields of a block with this layout."""
         float32 = torch.float32 if torch.is_tensor(block) else np.float32
         parts = [block[begin:end] for begin, end in self._cuts()]
         slots, positions, known, scales, keys, *appended = parts[:9]
@@ -58,7 +58,7 @@ class Layout:
         return Fields(slots, positions, known, scales.view(float32), keys.reshape(-1, 2), *appended, *grouped)  # type: ignore[arg-type]
 
     def _cuts(self) -> list[tuple[int, int]]:
-        """Where each field begins and ends."""
+        """Return the start and the end of each field."""
         capacity = _aligned(self.size)
         lengths = [*[self.size] * 4, 2 * self.size, 1, *[capacity] * 3]
         if self.tiles is not None:
@@ -71,7 +71,10 @@ class Layout:
 
 
 def fill_in(fields: Fields[np.ndarray], where: int, slots: np.ndarray, begins: np.ndarray, table: SlotTable) -> None:
-    """The rows of a step: each computes one token, at ``begins [rows]`` of ``slots [rows]``, and samples the next."""
+    """Write the rows of a step that computes one token of each of ``slots [rows]``, at positions ``begins [rows]``.
+
+    ``where``: index of the step's first result.
+    """
     count = len(slots)
     fields.where[0] = where
     fields.slots[:count] = slots
@@ -96,7 +99,7 @@ def fill_in_groups(fields: Fields[np.ndarray], prefix_tokens: np.ndarray, tiles:
 
 
 def append(fields: Fields[np.ndarray], changes: PageChanges) -> bool:
-    """Have the graph make ``changes``; False where they are too many, and it makes none."""
+    """Write ``changes``, which the graph then applies. If there is no room for them, write none and return False."""
     count = len(changes) if len(changes) <= len(fields.append_slots) else 0
     fields.append_slots[count:] = -1
     if count:

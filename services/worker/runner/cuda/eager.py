@@ -1,4 +1,4 @@
-"""Steps that are launched kernel by kernel."""
+"""Steps that are launched eagerly."""
 
 import torch
 
@@ -10,7 +10,7 @@ from services.worker.runner.cuda.peers import NoPeers, Peers
 
 
 class EagerSteps:
-    """Launches a forward pass eagerly, for any number of tokens. Owned by the compute thread."""
+    """A launcher of forward passes without CUDA graphs, for any number of tokens. Owned by the compute thread."""
 
     reuses_output = False  # each step has an output of its own
 
@@ -32,7 +32,7 @@ class EagerSteps:
         """Launch a forward pass over ``size`` tokens.
 
         ``entering``: token ids ``[size]``, or the hidden states of the previous stage. ``positions [size]`` int32.
-        ``keep [kept]`` int32: tokens that the last layer continues with; None = all. Returns the stage's output
+        ``keep [kept]`` int32: tokens that the last layer continues with; None = all. Return the output of the stage,
         ``[kept, hidden_size]``.
         """
         active = self._attention.active(attention)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from services.common.plan.types import Plan
-from services.worker.runner.cuda.download import to_host
 from services.worker.runner.cuda.graphs import DecodeGraph
 from services.worker.runner.cuda.guide import Guide, NoGuide
 from services.worker.runner.cuda.inputs import Standing, StepArrays, fill_up, padded
@@ -20,6 +19,7 @@ from services.worker.runner.cuda.scores import PromptRuns, StepScores, find_runs
 from services.worker.runner.cuda.state import DeviceState
 from services.worker.runner.cuda.state_kernels import advance
 from services.worker.runner.cuda.step import CudaStep, Era
+from services.worker.runner.cuda.transfers import to_host
 from services.worker.sampling.fused import FusedSampler
 from services.worker.sampling.grammars import SlotGrammars
 from services.worker.sampling.outcome import SampledOnDevice
@@ -27,8 +27,8 @@ from services.worker.sampling.rows import SampleRows
 from services.worker.step.output import Failure
 from services.worker.step.slots import SlotTable
 
-# The results of a step with more rows are downloaded on a stream of their own. With fewer, the second stream costs the
-# host more than it saves the device.
+# Steps with more rows download their results on a separate stream. With fewer rows, the second stream takes the host
+# more time than it saves on the device.
 _SHORT_ROWS = 64
 _NO_SLOTS = np.empty(0, np.int64)
 
@@ -61,11 +61,11 @@ class Samples:
 
 
 class StepEnd(ABC):
-    """Ends the micro-batches of one stage. Owned by the compute thread."""
+    """The end of the micro-batches of one stage. Owned by the compute thread."""
 
     def __init__(self, peers: Peers | NoPeers, max_slots: int, guide: Guide | NoGuide | None = None) -> None:
         """``guide``: None if no sequence of this stage follows a grammar."""
-        self._peers, self._max_slots, self._guide = peers, max_slots, guide or NoGuide()
+        self._peers, self._max_slots, self.guide = peers, max_slots, guide or NoGuide()
         self._era = Era(max_slots)
 
     @abstractmethod
@@ -74,9 +74,9 @@ class StepEnd(ABC):
 
     @abstractmethod
     def finish(self, plan: Plan, place: Place, leaving: torch.Tensor, samples: Samples, *, reused: bool) -> CudaStep:
-        """Launch the end of a step, behind its forward pass.
+        """Launch the end of a step, after its forward pass.
 
-        ``leaving [kept, hidden_size]`` is the output of the forward pass. ``reused``: the next step writes over it.
+        ``leaving [kept, hidden_size]`` is the output of the forward pass. ``reused``: the next step overwrites it.
         """
 
     @abstractmethod
@@ -95,22 +95,10 @@ class StepEnd(ABC):
         place.end(long=not self._peers.reports)
         return self._step(plan, place)
 
-    def apply(self, plan: Plan) -> None:
-        """Apply releases and admissions of ``plan``."""
-        self._guide.apply(plan)
-
-    def catch_up(self, place: Place) -> None:
-        """Wait for the tokens that ``place`` still owes, before it is used again."""
-        self._guide.catch_up(place)
-
     def reset(self) -> None:
         """Free every slot."""
-        self._guide.clear()
+        self.guide.clear()
         self._era = Era(self._max_slots)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._guide.close()
 
     def _step(self, plan: Plan, place: Place, slots: np.ndarray = _NO_SLOTS) -> CudaStep:
         return CudaStep(plan, place, self._era, slots)
@@ -128,12 +116,12 @@ class SendingEnd(StepEnd):
     def finish(self, plan: Plan, place: Place, leaving: torch.Tensor, samples: Samples, *, reused: bool) -> CudaStep:
         sent = leaving.clone() if reused else leaving
         place.end(long=True)
-        self._peers.hand_on(sent, samples.slots)
+        self._peers.send_hidden(sent, samples.slots)
         return self._step(plan, place)
 
 
 class SamplingEnd(StepEnd):
-    """The end of a step on the last stage: sampled tokens stay for the next step, and are copied to the host."""
+    """The end of a step on the last stage: tokens are sampled, kept for the next step, and copied to the host."""
 
     def __init__(
         self,
@@ -147,7 +135,7 @@ class SamplingEnd(StepEnd):
         guide = None if grammars is None else Guide(grammars, sampler.masks)
         super().__init__(peers, len(state.last_tokens), guide)
         self._sampler, self._state, self._table = sampler, state, table
-        self._downloads = torch.cuda.Stream()  # its own: a download must not delay the uploads of the next step
+        self._downloads = torch.cuda.Stream()  # separate, so that a download does not delay uploads of the next step
 
     def prepare(self, part: Standing, arrays: StepArrays, token_slots: torch.Tensor, put: Put) -> Samples:
         slots, keep, runs = arrays.sample_slots, arrays.keep, find_runs(part.batch, self._table)
@@ -181,7 +169,7 @@ class SamplingEnd(StepEnd):
         peers = self._peers
         graph.whole.replay()
         if not peers.first:
-            peers.tell(graph.whole.token_ids[: len(rows)].clone())
+            peers.send_tokens(graph.whole.token_ids[: len(rows)].clone())
         place.end(long=len(rows) > _SHORT_ROWS or not peers.reports)
         return self._step(plan, place, rows if peers.reports else _NO_SLOTS)
 
@@ -192,14 +180,14 @@ class SamplingEnd(StepEnd):
         sampled, failures = (None, {}) if drawn is None else self._sample(place, leaving, drawn)
         place.end(long=not peers.reports)
         if sampled is not None and not peers.first:
-            peers.tell(sampled.token_ids[: len(samples.slots)])
+            peers.send_tokens(sampled.token_ids[: len(samples.slots)])
         guided = drawn is not None and len(drawn.settings.masked) > 0
         if (sampled is None and scores is None) or not (peers.reports or guided):
             return self._step(plan, place)
         extras, scores = self._download(place, samples.slots, sampled, scores)
         if drawn is not None and guided:
             masked = drawn.settings.masked
-            self._guide.expect(place, drawn.settings.slots[masked], masked)
+            self.guide.expect(place, drawn.settings.slots[masked], masked)
         if not peers.reports:
             return self._step(plan, place)
         settings = None if drawn is None else drawn.settings
@@ -216,21 +204,21 @@ class SamplingEnd(StepEnd):
     def _sample(
         self, place: Place, leaving: torch.Tensor, drawn: DrawnRows
     ) -> tuple[SampledOnDevice, dict[int, Failure]]:
-        """Launch the draws, and keep their tokens as the slots' last ones. Also return failures of grammars by slot."""
+        """Launch the draws, and keep the tokens as the slots' last tokens. Also return failures of grammars by slot."""
         settings, count = drawn.settings, len(drawn.settings.slots)
         masked = settings.masked
-        failures = self._guide.write(settings.slots[masked]) if len(masked) else {}
+        failures = self.guide.write(settings.slots[masked]) if len(masked) else {}
         sampled = self._sampler.run(leaving, settings)
         results = place.results[:count]
         advance(sampled.token_ids, sampled.finite, drawn.slots[:count], self._state.last_tokens, results)
         if len(masked):
-            self._guide.sent()
+            self.guide.sent()
         return sampled, failures
 
     def _download(
         self, place: Place, slots: np.ndarray, sampled: SampledOnDevice | None, scores: StepScores | None
     ) -> tuple[tuple[torch.Tensor | None, ...], StepScores | None]:
-        """Launch the copies of results to the host; return those that have no place of their own."""
+        """Launch the copies of results to the host. Return the copies of all results but the tokens."""
         short = max(len(slots), 0 if scores is None else len(scores)) <= _SHORT_ROWS
         extras: tuple[torch.Tensor | None, ...] = ()
         with contextlib.nullcontext() if short else torch.cuda.stream(self._downloads):
@@ -238,7 +226,7 @@ class SamplingEnd(StepEnd):
                 self._downloads.wait_event(place.ended)
             if sampled is not None:
                 place.host_results[: len(slots)].copy_(place.results[: len(slots)], non_blocking=True)
-                extras = tuple(to_host(tensor) for tensor in sampled[2:])
+                extras = tuple(None if each is None else to_host(each) for each in sampled[2:])
             found = None if scores is None else scores.to_host()
             place.finished(long=not short)
         return extras, found

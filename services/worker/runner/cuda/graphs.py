@@ -1,4 +1,4 @@
-"""Decode steps of a few sizes as CUDA graphs: one launch instead of hundreds."""
+"""Decode steps as CUDA graphs of a few sizes, which replace hundreds of launches by one."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -26,37 +26,37 @@ if TYPE_CHECKING:
 
     from services.worker.models.skinny_cuda import SkinnyDecoder
 
-# (what enters, positions, attention step, keep, exchange) -> hidden states of what is sampled, or what leaves the stage
+# (token ids or hidden states, positions, attention step, keep, exchange) -> hidden states at the end of the stage
 Forward = Callable[..., torch.Tensor]
 Outcome = TypeVar("Outcome")
 
-# Steps with other groups whose tiles are kept: more than there are micro-batches.
+# Groups whose tiles are cached. More than the micro-batches of a step.
 _MOST_TILED = 64
-# Fewest rows of a graph with shared prefixes: with fewer, reading a prefix for every row costs less.
+# Fewest rows of a graph with shared prefixes. With fewer rows, reading a prefix for every row is faster.
 _FEWEST_GROUPED = 64
-# Where a graph cannot have prefixes, its rows read so many bytes of them again, in each layer, in the 150 us that the
-# host takes to launch attention between graphs in pieces: they come from the L2 cache, at 12 TB/s.
+# Bytes that the device reads from its L2 cache, at 12 TB/s, in the 150 us that the host takes to launch the attention
+# of a layer between piecewise graphs. If a graph that cannot share prefixes reads more, the pieces are faster.
 _READ_MEANWHILE = 1.8e9
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a graph is captured for."""
+    """The properties of steps that a graph serves."""
 
     size: int  # rows
-    longest: int  # tokens of the longest context; only how many programs share a row depends on it
+    longest: int  # tokens of the longest context, which determines how many programs share a row
     grouped: bool  # with shared prefixes
 
 
 class WholeStep(NamedTuple):
-    """A captured step from its inputs to sampled tokens, for rows that ask for no more than a temperature."""
+    """A captured step from its inputs to sampled tokens, for rows that need only a temperature."""
 
-    replay: Callable[[], None]  # tokens become the slots' last ones, and results
+    replay: Callable[[], None]  # also stores the tokens as the slots' last tokens and as results
     token_ids: torch.Tensor  # [size] int32, overwritten by the next step
 
 
 class DecodeGraph:
-    """A step of one kind as CUDA graphs: up to hidden states and, on a stage that samples, a ``whole`` one.
+    """A step of one kind as CUDA graphs. One ends with hidden states; on a sampling stage, ``whole`` also samples.
 
     Both read their inputs from one block on the device. Each step in flight has its own block on the host.
     """
@@ -72,8 +72,11 @@ class DecodeGraph:
         results: torch.Tensor,
         pool: "_POOL_HANDLE",
     ) -> None:
-        """``entering``: the input of ``forward`` behind the first stage. ``sampler``: None on a stage that does not
-        sample. ``results [places, max_slots]``: in pinned memory. ``pool``: the memory of all graphs."""
+        """Capture the graphs.
+
+        ``entering``: buffer for the hidden states of the previous stage; None on the first stage. ``sampler``: None on
+        a stage that does not sample. ``results [places, max_slots]``: pinned memory. ``pool``: memory of all graphs.
+        """
         device = state.page_table.device
         self._block, self._entering = layout.empty(device), entering
         self.size, self.grouped = layout.size, layout.tiles is not None
@@ -85,7 +88,7 @@ class DecodeGraph:
             return forward(inputs)
 
         whole = None if sampler is None else self._through(sampler, hidden, table, state, results)
-        for _ in range(2):  # compiles, and lets libraries make their workspaces
+        for _ in range(2):  # compile kernels, and allocate the workspaces of libraries
             (whole or hidden)()
         torch.cuda.synchronize()
         self._forward, self._hidden = capture(hidden, pool)
@@ -113,7 +116,7 @@ class DecodeGraph:
         return whole
 
     def fields(self, place: int) -> Fields[np.ndarray]:
-        """The host's block of the step that has ``place``; all but its rows is left from an earlier one."""
+        """Return the host's block of the step at ``place``. It has the values of an earlier step."""
         return self._fields[place]
 
     def send(self, place: int) -> None:
@@ -134,7 +137,7 @@ class DecodeGraph:
 def capture(launches: Callable[[], Outcome], pool: "_POOL_HANDLE") -> tuple[Callable[[], None], Outcome]:
     """Capture ``launches`` as one CUDA graph. Return a function that replays it, and its output."""
     graph = torch.cuda.CUDAGraph()
-    # Threads that look after collectives may ask for events meanwhile.
+    # Other threads, which monitor collectives, may query events during a capture.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         outcome = launches()
     return graph.replay, outcome
@@ -148,7 +151,7 @@ class FoundGraph(NamedTuple):
 
 
 class DecodeGraphs:
-    """The decode graphs of all sizes. A step runs in the smallest one that holds it. Owned by the compute thread."""
+    """The decode graphs of all sizes. A step runs in the smallest graph that fits. Owned by the compute thread."""
 
     def __init__(
         self,
@@ -163,22 +166,25 @@ class DecodeGraphs:
         largest: int,
         peers: Peers | NoPeers,
     ) -> None:
-        """``skinny`` runs steps of up to ``skinny.most_rows`` rows; None = ``forward`` runs them. ``sampler``: None on
-        a stage that does not sample."""
+        """Capture the graphs for up to ``largest`` rows.
+
+        ``skinny`` runs steps of up to ``skinny.most_rows`` rows; None = ``forward`` runs them. ``sampler``: None on a
+        stage that does not sample.
+        """
         self._skinny, self._peers = skinny, peers
         self._forward, self._cache, self._attention, self._state = forward, cache, attention, state
         sizes = sizes_up_to(largest, smallest=8 if skinny is None else 1)
         if skinny is None:
             sizes = sorted({padded(size, peers.grain) for size in sizes})
         self._sizes = sizes
-        room = peers.room(sizes[-1], state.page_table.device)
+        buffer = peers.input_buffer(sizes[-1], state.page_table.device)
         self._stages = attention.context_stages()
         self._graphs: dict[Kind, DecodeGraph] = {}
         pool = torch.cuda.graph_pool_handle()
-        # The largest first: the others find their memory in what it took.
+        # The largest graph is captured first, and smaller ones use its memory.
         for size in reversed(self._sizes):
             for kind in self._kinds(size):
-                entering = None if room is None else room[: peers.exchange(size).rows(size)]
+                entering = None if buffer is None else buffer[: peers.exchange(size).rows(size)]
                 self._graphs[kind] = DecodeGraph(
                     Layout(size, _most_tiles(size) if kind.grouped else None),
                     lambda inputs, kind=kind, entering=entering: self._run(kind, inputs, entering),  # type: ignore[misc]
@@ -190,7 +196,7 @@ class DecodeGraphs:
                     pool,
                 )
         self._tiles: dict[int, tuple[Spans, np.ndarray]] = {}  # by the groups' identity
-        # Those without groups by size, for contexts of up to so many tokens.
+        # By size: the longest context in tokens and the graph without groups, in ascending order.
         self._plain = {
             size: [(stage, self._graphs[Kind(size, self._stage(size, stage), grouped=False)]) for stage in self._stages]
             for size in self._sizes
@@ -203,7 +209,7 @@ class DecodeGraphs:
         """Return the graph for ``rows`` rows of one token, the longest of which sees ``longest`` tokens.
 
         None means that there is no such graph, or that reading the prefixes of ``groups`` once is faster.
-        ``pieces``: there are graphs in pieces for this step.
+        ``pieces``: the step can run as piecewise graphs.
         """
         if rows > self._sizes[-1]:
             return None
@@ -234,7 +240,7 @@ class DecodeGraphs:
         return kinds
 
     def _stage(self, size: int, longest: int) -> int:
-        """The shortest stage whose graph serves contexts of ``longest`` tokens as well as any."""
+        """Return the shortest context length whose graph is the same as for ``longest`` tokens."""
         needed = next((stage for stage in self._stages if stage >= longest), self._stages[-1])
         splits = self._attention.splits(size, needed)
         return next(stage for stage in self._stages if self._attention.splits(size, stage) == splits)
@@ -254,5 +260,5 @@ class DecodeGraphs:
 
 
 def _most_tiles(size: int) -> int:
-    """Tiles of the groups in a graph: enough for groups of 32 rows, which is what a tile holds at 4 heads a kv head."""
+    """Return the capacity of a graph for tiles. It is enough for groups of 32 rows, a tile at 4 heads per KV head."""
     return size // 16 + 8

@@ -1,4 +1,4 @@
-"""Masks of rows with grammars, written while the host is steps ahead of the device."""
+"""Masks of rows with grammars, which the host writes while it is several steps ahead of the device."""
 
 import numpy as np
 import torch
@@ -11,11 +11,11 @@ from services.worker.step.output import Failure
 
 
 class Guide:
-    """Writes the masks of a step's rows with grammars.
+    """A writer of the masks of rows with grammars.
 
-    A mask needs the previous token. So a step with such rows is launched up to its sampling. Then the host waits for
-    the last tokens of these rows and writes masks while the device computes. Owned by the compute thread. All ranks
-    wait for earlier steps in the same order, so they cannot wait for each other in a circle.
+    A mask depends on the previous token. So a step with such rows is launched up to its sampling. Then the host waits
+    for the last tokens of these rows, and writes the masks while the device computes. Owned by the compute thread. All
+    ranks wait for earlier steps in the same order, so they cannot deadlock.
     """
 
     def __init__(self, grammars: SlotGrammars, masks: torch.Tensor) -> None:
@@ -25,7 +25,7 @@ class Guide:
         self._clear_owed()
 
     def _clear_owed(self) -> None:
-        # Tokens that are not read yet: for each place, the states and the rows of its results.
+        # Tokens that are not read yet: the place of each step, with the states and the rows of its results.
         self._owed: dict[Place, list[tuple[GrammarState, int]]] = {}
         self._owing: dict[GrammarState, Place] = {}
 
@@ -63,7 +63,7 @@ class Guide:
         self._owing |= {state: place for state, _ in owed}
 
     def catch_up(self, place: Place) -> None:
-        """Wait for the tokens that ``place`` owes, and read them. Then the place may be used again."""
+        """Wait for the expected tokens of ``place``, and read them. Then the place may be used again."""
         if (owed := self._owed.pop(place, None)) is None:
             return
         place.wait()
@@ -73,7 +73,7 @@ class Guide:
 
 
 class NoGuide:
-    """In the place of ``Guide`` if sequences have no grammars."""
+    """A substitute for ``Guide`` if sequences have no grammars."""
 
     def apply(self, plan: Plan) -> None: ...
 

@@ -1,4 +1,4 @@
-"""From a batch and the slots' state to the arrays of a step on a GPU: rows of one token first, then chunks."""
+"""The input arrays of a step on a GPU, made from a batch and the state of the slots: rows of one token, then chunks."""
 
 from dataclasses import dataclass
 
@@ -8,50 +8,52 @@ from services.common.plan.types import Batch, Groups, micro_batches
 from services.worker.attention.spans import Spans
 from services.worker.step.slots import SlotTable
 
-# Numbers of tokens are multiples of it, so that compiled code has no special sizes and matrix products are aligned; and
-# of the ranks that share them.
+# Token counts are multiples of this number, so that compiled code has no special sizes and matrix products are aligned.
+# They are also multiples of the number of ranks that shard them.
 GRAIN = 8
 
 
 @dataclass(frozen=True)
 class StepArrays:
-    """On the host. A step's tokens are its rows of one token in batch order, then its chunks in batch order."""
+    """The arrays of a step, on the host. Rows of one token come first in batch order, then chunks in batch order."""
 
     token_slots: np.ndarray  # [tokens] int32
-    positions: np.ndarray  # [tokens] int32, place in the sequence
-    known: np.ndarray  # [tokens] int32, the token; -1 = the one that the slot sampled last
+    positions: np.ndarray  # [tokens] int32, position in the sequence
+    known: np.ndarray  # [tokens] int32, token id; -1 = the slot's last sampled token
     decodes: int  # rows of one token
-    longest: int  # tokens that the row of one token with most of them sees
+    longest: int  # tokens of the longest context of a row of one token
     chunks: Spans | None
     groups: Spans | None  # of rows of one token
     prefix_tokens: np.ndarray | None  # [decodes] int32 beside groups
-    keep: np.ndarray | None  # [samples] int32, tokens that are sampled from; None = all of them, in order
+    keep: np.ndarray | None  # [samples] int32, indices of the tokens whose logits are sampled; None = all, in order
     sample_slots: np.ndarray  # [samples] int64
-    sample_positions: np.ndarray  # [samples] int64, place of the token to be sampled
-    batch_order: np.ndarray | None  # [samples] int64, which sample comes first, second, ... in the batch; None = as is
+    sample_positions: np.ndarray  # [samples] int64, position of the sampled token
+    batch_order: np.ndarray | None  # [samples] int64, index of the first sample in the batch, ...; None = same order
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A micro-batch: what holds from plan to plan, until one says otherwise."""
+    """A micro-batch, which later plans may repeat."""
 
     batch: Batch
     groups: Groups
-    singles: bool  # every row computes one token; then these are the groups:
-    spans: Spans | None
-    prefix_tokens: np.ndarray | None  # [rows] int32 beside spans, 0 = none
+    singles: bool  # every row computes one token; otherwise the next two are None
+    spans: Spans | None  # of the groups
+    prefix_tokens: np.ndarray | None  # [rows] int32 beside spans, 0 = no prefix
 
     @classmethod
     def of(cls, batch: Batch, groups: Groups, page_size: int) -> "Standing":
-        """``batch`` and ``groups`` were checked."""
+        """Return the micro-batch of a valid ``batch`` with valid ``groups``."""
         if (batch.token_counts != 1).any():
             return cls(batch, groups, False, None, None)
         return cls(batch, groups, True, *group_spans(groups, batch.slots, None, len(batch.slots), page_size))
 
 
-def standing(batch: Batch, groups: Groups, rows: tuple[int, ...], page_size: int) -> list[Standing]:
-    """The micro-batches of ``batch``, of ``rows`` rows each (none = it is not cut), with the groups in them. All were
-    checked: no group is in two."""
+def split(batch: Batch, groups: Groups, rows: tuple[int, ...], page_size: int) -> list[Standing]:
+    """Split ``batch`` into micro-batches of ``rows`` rows each, with their groups. No ``rows`` = one micro-batch.
+
+    The arguments are valid: no group is in two micro-batches.
+    """
     parts, end = [], 0
     for part in micro_batches(batch, rows):
         begin, end = end, end + len(part.slots)
@@ -60,7 +62,7 @@ def standing(batch: Batch, groups: Groups, rows: tuple[int, ...], page_size: int
 
 
 def _within(groups: Groups, begin: int, end: int) -> Groups:
-    """The groups of the rows from ``begin`` to ``end``, counted from there."""
+    """Return the groups of the rows from ``begin`` to ``end``, with starts relative to ``begin``."""
     inside = (groups.starts >= begin) & (groups.starts < end)
     if inside.all() and begin == 0:
         return groups
@@ -68,7 +70,7 @@ def _within(groups: Groups, begin: int, end: int) -> Groups:
 
 
 def build(batch: Batch, groups: Groups, slots: SlotTable, page_size: int) -> StepArrays:
-    """``batch`` has at least one row and was checked, and so were ``groups``."""
+    """Return the arrays of a valid ``batch`` with at least one row, and valid ``groups``."""
     rows, counts = batch.slots, batch.token_counts
     begins = slots.computed[rows]
     single = counts == 1
@@ -91,7 +93,7 @@ def build(batch: Batch, groups: Groups, slots: SlotTable, page_size: int) -> Ste
 
     sampling = begins + counts == slots.known[rows]
     sampled = np.flatnonzero(sampling)
-    everyone = not mixed and len(sampled) == len(rows)
+    all_sampled = not mixed and len(sampled) == len(rows)
     spans, prefix_tokens = group_spans(groups, rows, single if mixed else None, decodes, page_size)
     return StepArrays(
         token_slots=token_slots.astype(np.int32),
@@ -102,7 +104,7 @@ def build(batch: Batch, groups: Groups, slots: SlotTable, page_size: int) -> Ste
         chunks=_chunk_spans(rows, counts, begins, ends, decodes) if mixed else None,
         groups=spans,
         prefix_tokens=prefix_tokens,
-        keep=None if everyone else (ends[sampled] - 1).astype(np.int32),
+        keep=None if all_sampled else (ends[sampled] - 1).astype(np.int32),
         sample_slots=rows[sampled],
         sample_positions=(begins + counts)[sampled],
         batch_order=np.argsort(order[sampled], kind="stable") if mixed else None,  # type: ignore[index]  # it is mixed
@@ -110,12 +112,12 @@ def build(batch: Batch, groups: Groups, slots: SlotTable, page_size: int) -> Ste
 
 
 def padded(size: int, grain: int = GRAIN) -> int:
-    """The next number of tokens that is a multiple of the grain."""
+    """Return the smallest positive multiple of ``grain`` that is at least ``size``."""
     return max(grain, -(-size // grain) * grain)
 
 
 def fill_up(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
-    """``array`` and so many times ``value`` that the first dimension is ``size``."""
+    """Return ``array`` with its first dimension extended to ``size`` by ``value``."""
     if len(array) == size:
         return array
     filled = np.full((size, *array.shape[1:]), value, array.dtype)
@@ -135,11 +137,14 @@ def group_spans(
     decodes: int,
     page_size: int,
 ) -> tuple[Spans | None, np.ndarray | None]:
-    """The groups by rows of one token, ``decodes`` in all, and the tokens of each row's prefix; a group that also has a
-    row of several is none. ``single`` in batch order, None = all are."""
+    """Return the groups as spans of the ``decodes`` rows of one token, and the prefix tokens of each of these rows.
+
+    A group with a row of several tokens is left out. ``single [rows]`` bool: rows of one token, in batch order; None =
+    all rows.
+    """
     if not len(groups):
         return None, None
-    order = np.argsort(groups.starts)  # a plan may have them in any order, spans ascend
+    order = np.argsort(groups.starts)  # a plan may have groups in any order, but spans must ascend
     starts, counts, prefixes = groups.starts[order], groups.counts[order], groups.prefix_pages[order] * page_size
     if single is not None and len(starts):
         before = np.concatenate(([0], np.cumsum(single)))

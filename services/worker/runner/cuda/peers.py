@@ -1,7 +1,7 @@
-"""What a rank gives the others of its replica and takes from them, around a step's kernels.
+"""The messages between the ranks of a replica before and after the kernels of a step.
 
-As ``runner/stage_runner.py``, of which see why no waits go round in a circle, but for a stream in the place of a
-thread: nothing here waits on the host, and the device finds what it needs when it comes so far.
+They are those of ``runner/stage_runner.py``, which explains why ranks cannot deadlock. Here, only the stream of the
+device waits, and never the host.
 """
 
 import math
@@ -19,82 +19,83 @@ from services.worker.step.slots import SlotTable
 
 
 class Peers:
-    """Owned by the compute thread. All ranks call the same, with sizes that follow from the plans."""
+    """The messages of this rank. Owned by the compute thread. All ranks make the same calls with the same sizes."""
 
     def __init__(self, group: RankGroup, exchanges: Exchanges, hidden_size: int, dtype: torch.dtype) -> None:
-        """``dtype``: of the residual stream, whose rows are ``hidden_size`` wide."""
+        """``hidden_size`` and ``dtype`` are those of the residual stream."""
         self._group, self._exchanges, self._hidden_size, self._dtype = group, exchanges, hidden_size, dtype
         self._owed: OwedTokens | None = None
         ranks = group.ranks
         self.first, self.last, self.reports, self.name = ranks.first, ranks.last, ranks.reports, ranks.name()
         self.grain = math.lcm(GRAIN, ranks.tp_size)
 
-    def keep_in(self, last_tokens: torch.Tensor) -> None:
-        """``last_tokens [max_slots]`` int32: where what other ranks sample is kept."""
+    def receive_into(self, last_tokens: torch.Tensor) -> None:
+        """Store the tokens that other ranks sample in ``last_tokens [max_slots]`` int32."""
         if self._group.tokens_in is not None:
             self._owed = OwedTokens(self._group.tokens_in, last_tokens)
 
     def exchange(self, tokens: int) -> Exchange:
-        """For a forward pass over ``tokens`` tokens, padding included."""
+        """Return the exchange strategy of a forward pass over ``tokens`` tokens, padding included."""
         return self._exchanges.of(tokens)
 
-    def room(self, tokens: int, device: torch.device) -> torch.Tensor | None:
-        """For what enters in steps of up to ``tokens`` tokens, zeros; None where token ids do."""
+    def input_buffer(self, tokens: int, device: torch.device) -> torch.Tensor | None:
+        """Return zeros for the hidden states of up to ``tokens`` tokens, or None on the first stage."""
         return None if self.first else torch.zeros(tokens, self._hidden_size, dtype=self._dtype, device=device)
 
-    def enter(self, tokens: int, rows: np.ndarray, slots: SlotTable, parts: int) -> torch.Tensor | None:
-        """A micro-batch of ``tokens`` tokens, padding included, of a step that is cut into ``parts``: what the stage
-        before handed on, ``[rows, hidden_size]``; None where token ids enter. What is launched from here on finds in
-        ``last_tokens`` what it needs for ``rows [n]``, which are slots."""
+    def receive(self, tokens: int, rows: np.ndarray, slots: SlotTable, parts: int) -> torch.Tensor | None:
+        """Receive the inputs of a micro-batch of ``tokens`` tokens, padding included, with slots ``rows [n]``.
+
+        Return the hidden states of the previous stage, ``[rows, hidden_size]``, or None on the first stage. There,
+        later launches find the inputs in ``last_tokens``. ``parts``: micro-batches of the step.
+        """
         if self._owed is not None:
             self._owed.settle(rows[slots.computed[rows] >= slots.given[rows]], parts)
         if self.first:
             return None
-        # It is there for all but the first stage.
-        return self._group.from_previous.take((self.exchange(tokens).rows(tokens), self._hidden_size), self._dtype)  # type: ignore[union-attr]
+        # All stages but the first have ``from_previous``.
+        return self._group.from_previous.receive((self.exchange(tokens).rows(tokens), self._hidden_size), self._dtype)  # type: ignore[union-attr]
 
-    def hand_on(self, leaving: torch.Tensor, sample_slots: np.ndarray) -> None:
-        """``leaving``, which must not change any more, to the next stage, where ``sample_slots [samples]`` of it are
-        sampled."""
-        self._group.to_next.send(leaving)  # type: ignore[union-attr]  # not the last: it is there
+    def send_hidden(self, leaving: torch.Tensor, sample_slots: np.ndarray) -> None:
+        """Send ``leaving``, which must not change later, to the next stage. ``sample_slots`` are sampled from it."""
+        self._group.to_next.send(leaving)  # type: ignore[union-attr]  # all stages but the last have ``to_next``
         if self._owed is not None and len(sample_slots):
             self._owed.expect(sample_slots)
 
-    def tell(self, token_ids: torch.Tensor) -> None:
-        """What was sampled, ``[samples]`` int32, which must not change any more, to the first stage."""
+    def send_tokens(self, token_ids: torch.Tensor) -> None:
+        """Send the sampled ``token_ids [samples]`` int32 to the first stage. They must not change later."""
         if self._group.tokens_out is not None and len(token_ids):
             self._group.tokens_out.send(token_ids)
 
-    def forget(self) -> None:
-        """What is on its way is not needed: all ranks have run the same steps."""
+    def drain(self) -> None:
+        """Wait for the messages in transit. All ranks must have run the same steps."""
         if self._owed is not None:
-            self._owed.forget()
+            self._owed.drain()
         self._group.drain()
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Close the connections to other ranks."""
         self._group.close()
 
 
 class NoPeers:
-    """In its place where there is one rank."""
+    """A substitute for ``Peers`` if the replica has one rank."""
 
     first = last = reports = True
     name, grain = ALONE.name(), GRAIN
 
-    def keep_in(self, last_tokens: torch.Tensor) -> None: ...
+    def receive_into(self, last_tokens: torch.Tensor) -> None: ...
 
     def exchange(self, tokens: int) -> Exchange:
         return NOTHING_EXCHANGED
 
-    def room(self, tokens: int, device: torch.device) -> None: ...
+    def input_buffer(self, tokens: int, device: torch.device) -> None: ...
 
-    def enter(self, tokens: int, rows: np.ndarray, slots: SlotTable, parts: int) -> None: ...
+    def receive(self, tokens: int, rows: np.ndarray, slots: SlotTable, parts: int) -> None: ...
 
-    def hand_on(self, leaving: torch.Tensor, sample_slots: np.ndarray) -> None: ...
+    def send_hidden(self, leaving: torch.Tensor, sample_slots: np.ndarray) -> None: ...
 
-    def tell(self, token_ids: torch.Tensor) -> None: ...
+    def send_tokens(self, token_ids: torch.Tensor) -> None: ...
 
-    def forget(self) -> None: ...
+    def drain(self) -> None: ...
 
     def close(self) -> None: ...

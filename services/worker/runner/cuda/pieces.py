@@ -1,7 +1,7 @@
-"""Steps that are no decode graph, with CUDA graphs of what lies between their attentions ("piecewise").
+"""Piecewise CUDA graphs: the work between two attention calls is a graph, and attention is launched eagerly.
 
-What attention launches depends on a step's chunks and shared prefixes. All else, products, norms and what ranks
-exchange, depends on the number of its tokens alone: so a step is padded to one of a few sizes.
+They serve steps with chunks or prefixes, which decode graphs do not support. The launches of attention depend on these.
+All other launches depend only on the number of tokens, so a step is padded to one of a few sizes.
 """
 
 import contextlib
@@ -22,22 +22,21 @@ from services.worker.runner.cuda.peers import NoPeers, Peers
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
-# With more tokens the device takes longer for a layer than the host to launch it, also among several ranks: for so
-# small a share of padding only are pieces still worth it.
+# With more than _HOST_BOUND tokens, the device takes longer for a layer than the host takes to launch it, even with
+# several ranks. Then pieces are used only if they need no more than this share of padding.
 _HOST_BOUND, _PADDING = 2048, 1 / 32
-
 
 Launches = Callable[[RotatingAttentionStep], torch.Tensor]
 Replay = Callable[[PreallocatedAttentionStep], None]
 
 
 class StepPieces:
-    """Launches a forward pass as CUDA graphs between its attentions. Owned by the compute thread.
+    """A launcher of forward passes as piecewise CUDA graphs. Owned by the compute thread.
 
     All ranks of a replica have the same sizes.
     """
 
-    reuses_output = True  # the next step writes over the output
+    reuses_output = True  # the next step overwrites the output
 
     def __init__(
         self,
@@ -47,20 +46,20 @@ class StepPieces:
         largest: int,
         device: torch.device,
     ) -> None:
-        """For steps of up to ``largest`` tokens."""
+        """Capture the pieces of steps of up to ``largest`` tokens."""
         self._forward, self._attention, self._peers = forward, attention, peers
         self._sizes = sorted({padded(size, peers.grain) for size in piece_sizes(largest)})
         most = self._sizes[-1]
-        # What all read: the stream has done with one step's before the next one's come.
+        # Inputs of all pieces: the stream has read those of a step before it writes those of the next step.
         self._token_ids, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device)
-        self._room = peers.room(most, device)
+        self._hidden = peers.input_buffer(most, device)
         self._pieces: dict[tuple[int, bool], _Piece] = {}
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        # The largest first: the others find their memory in what it took.
+        # The largest piece is captured first, and smaller ones use its memory.
         for size in reversed(self._sizes):
             self._pieces[size, True] = self._capture(size, None, pool, stream)
             if peers.last and (kept := kept_in_piece(size)) < size:
-                # As positions, not at the begin of its memory, which compilers take for a kind of its own.
+                # Like positions, not at the start of its memory, for which compilers make separate code.
                 keep = torch.zeros(2, kept, dtype=torch.int32, device=device)[1]
                 self._pieces[size, False] = self._capture(size, keep, pool, stream)
         deactivate()
@@ -69,7 +68,7 @@ class StepPieces:
         return len(self._pieces)
 
     def find(self, tokens: int) -> int | None:
-        """Return the token count to which a step of ``tokens`` tokens is padded; None = an eager launch costs less."""
+        """Return the padded token count of a step of ``tokens`` tokens, or None if an eager launch is faster."""
         if tokens > self._sizes[-1]:
             return None
         size = self._sizes[bisect_left(self._sizes, tokens)]
@@ -87,7 +86,7 @@ class StepPieces:
         self._entering(size).copy_(entering)
         few = None if keep is None else self._pieces.get((size, False))
         if keep is not None and few is not None and few.keep is not None and len(keep) <= len(few.keep):
-            few.keep[: len(keep)].copy_(keep)  # behind them are some of an earlier step of this size
+            few.keep[: len(keep)].copy_(keep)  # the rest keeps valid indices of an earlier step of this size
             few.replay(attention)
             return few.leaving[: len(keep)]
         piece = self._pieces[size, True]
@@ -95,12 +94,15 @@ class StepPieces:
         return piece.leaving if keep is None else piece.leaving.index_select(0, keep)
 
     def _entering(self, size: int) -> torch.Tensor:
-        return self._token_ids[:size] if self._room is None else self._room[: self._peers.exchange(size).rows(size)]
+        return self._token_ids[:size] if self._hidden is None else self._hidden[: self._peers.exchange(size).rows(size)]
 
     def _capture(
         self, size: int, keep: torch.Tensor | None, pool: "_POOL_HANDLE", stream: torch.cuda.Stream
     ) -> "_Piece":
-        """``keep [n]`` int32: where it will be which tokens go on behind the last attention; None = all do."""
+        """Capture the pieces for ``size`` tokens.
+
+        ``keep [n]`` int32: input with the tokens that continue after the last attention; None = all tokens continue.
+        """
         inputs = self._entering(size), self._positions[:size]
 
         def launches(step: RotatingAttentionStep) -> torch.Tensor:
@@ -108,20 +110,20 @@ class StepPieces:
 
         width = self._attention.heads * self._attention.head_dim
         nothing = NoAttention(width)
-        launches(nothing)  # lets libraries make their workspaces
+        launches(nothing)  # allocates the workspaces of libraries
         piece = _Piece(*capture_between(launches, width, pool, stream), keep)
-        piece.replay(nothing)  # graphs are sent to the device when they are first launched
+        piece.replay(nothing)  # the first launch uploads the graphs
         return piece
 
 
 class _Piece(NamedTuple):
     replay: Replay
-    leaving: torch.Tensor
+    leaving: torch.Tensor  # the output of the stage
     keep: torch.Tensor | None
 
 
 class NoAttention(PreallocatedAttentionStep):
-    """Attends to nothing, and stores nothing."""
+    """An attention that returns zeros and stores nothing."""
 
     def run_into(
         self,
@@ -136,7 +138,7 @@ class NoAttention(PreallocatedAttentionStep):
 
 
 class _Call(NamedTuple):
-    """Of attention, as ``PreallocatedAttentionStep.run_into`` takes it."""
+    """The arguments of a call of ``PreallocatedAttentionStep.run_into``."""
 
     layer_index: int
     qkv: torch.Tensor
@@ -147,7 +149,7 @@ class _Call(NamedTuple):
 
 
 class _Cuts(PreallocatedAttentionStep):
-    """In attention's place while a forward pass is captured: a graph ends before each, and the next begins behind."""
+    """A substitute for attention during a capture. Each call ends a graph and begins the next one."""
 
     def __init__(self, width: int, pool: "_POOL_HANDLE") -> None:
         super().__init__(width)
@@ -170,25 +172,25 @@ class _Cuts(PreallocatedAttentionStep):
         self.begin()
 
     def begin(self) -> None:
-        """What is launched from here on belongs to the next graph."""
+        """Begin the next graph, which captures the following launches."""
         self._graphs.append(torch.cuda.CUDAGraph())
-        # Threads that look after collectives may ask for events meanwhile.
+        # Other threads, which monitor collectives, may query events during a capture.
         self._graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._capturing = True
 
     def end(self) -> None:
-        """The last graph has all its launches."""
+        """End the capture of the current graph."""
         self._capturing = False
         self._graphs[-1].capture_end()
 
     def abandon(self) -> None:
-        """After an error, which is what counts, not what comes of it here."""
+        """End the capture after an error. Errors of the capture itself are ignored."""
         if self._capturing:
             with contextlib.suppress(RuntimeError):
                 self.end()
 
     def replay(self, attention: PreallocatedAttentionStep) -> None:
-        """The graphs, with ``attention`` between them."""
+        """Replay the graphs, and call ``attention`` between them."""
         first, *others = self._graphs
         first.replay()
         for call, graph in zip(self._calls, others, strict=True):
@@ -199,8 +201,11 @@ class _Cuts(PreallocatedAttentionStep):
 def capture_between(
     launches: Launches, width: int, pool: "_POOL_HANDLE", stream: torch.cuda.Stream
 ) -> tuple[Replay, torch.Tensor]:
-    """What launches all of ``launches``, but each attention, whose output is ``width`` wide, anew; and where the
-    outcome will be then, until something else of ``pool`` runs. ``stream``: one for all that share a pool's memory."""
+    """Capture ``launches`` as CUDA graphs split at each attention call, whose output is ``width`` wide.
+
+    Return a function that replays them, and the output tensor, which is valid until another graph of ``pool`` runs. All
+    captures of a pool must use the same ``stream``.
+    """
     cuts = _Cuts(width, pool)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -216,16 +221,18 @@ def capture_between(
 
 
 class _Bytes:
-    """What ``torch.as_tensor`` makes a tensor of without owning it (CUDA Array Interface, version 3)."""
+    """The bytes of a tensor without ownership, for ``torch.as_tensor`` (CUDA Array Interface, version 3)."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        place = {"data": (tensor.data_ptr(), False), "shape": (tensor.nbytes,), "strides": None}
-        self.__cuda_array_interface__ = {"version": 3, "typestr": "|u1", **place}
+        layout = {"data": (tensor.data_ptr(), False), "shape": (tensor.nbytes,), "strides": None}
+        self.__cuda_array_interface__ = {"version": 3, "typestr": "|u1", **layout}
 
 
 def borrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, on a device, without holding its memory: graphs use it again. Raises ``ValueError`` where it is not
-    contiguous."""
+    """Return a view of ``tensor``, on a device, that does not own its memory, so that later graphs can reuse it.
+
+    Raises ``ValueError`` if ``tensor`` is not contiguous.
+    """
     if not tensor.is_contiguous():
-        raise ValueError("what graphs hand on must be contiguous")
+        raise ValueError("a tensor that one piecewise graph passes to the next must be contiguous")
     return torch.as_tensor(_Bytes(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)

@@ -1,6 +1,6 @@
-"""Runs plans on a GPU: the host prepares a step while the device computes earlier steps.
+"""The runner for GPUs: the host prepares a step while the device computes earlier steps.
 
-Each rank of a replica gets the same plans and keeps the same state on its host.
+Each rank of a replica receives the same plans and keeps the same state on its host.
 """
 
 import gc
@@ -20,7 +20,7 @@ from services.worker.runner.cuda.block import append, fill_in, fill_in_groups
 from services.worker.runner.cuda.eager import EagerSteps
 from services.worker.runner.cuda.ending import SamplingEnd, SendingEnd, StepEnd
 from services.worker.runner.cuda.graphs import DecodeGraphs, Forward, FoundGraph
-from services.worker.runner.cuda.inputs import Standing, StepArrays, build, fill_up, standing
+from services.worker.runner.cuda.inputs import Standing, StepArrays, build, fill_up, split
 from services.worker.runner.cuda.peers import NoPeers, Peers
 from services.worker.runner.cuda.pieces import StepPieces
 from services.worker.runner.cuda.ring import Place, Ring
@@ -35,18 +35,17 @@ from services.worker.step.slots import SlotTable
 if TYPE_CHECKING:
     from services.worker.models.skinny_cuda import SkinnyDecoder
 
-# Uploads of up to this many bytes use the stream of the kernels: a second stream costs the host more than it saves.
+# Uploads of up to this many bytes use the stream of the kernels: a second stream takes more time than it saves.
 _SHORT_UPLOAD = 16 * 1024
-_NO_SLOTS = np.empty(0, np.int64)
 
 
 class CudaRunner:
-    """Owns the slots, the cache and the device's stream. Used by the compute thread alone.
+    """A runner on a GPU. Owns the slots, the cache and the device's stream. Used by the compute thread alone.
 
     ``start`` returns as soon as the step is launched. Lengths never depend on sampled tokens, so the host's state
     advances at once. Sampled tokens stay on the device, where the next step reads them.
 
-    Each micro-batch is launched as a decode graph, as graphs in pieces, or eagerly, and ends as ``StepEnd`` says.
+    Each micro-batch is launched as a decode graph, as piecewise graphs, or eagerly, and ended by a ``StepEnd``.
     """
 
     def __init__(
@@ -60,8 +59,7 @@ class CudaRunner:
         peers: Peers | None = None,
         grammars: SlotGrammars | None = None,
     ) -> None:
-        """``sampler``: None on a stage that does not sample. ``peers``: None = one rank. ``grammars``: None if no
-        sequence has one, or nothing is sampled here."""
+        """``sampler`` and ``grammars`` are None on a stage that does not sample. ``peers``: None = one rank."""
         self.limits = limits
         self._forward, self.cache, self._attention = forward, cache, attention
         self._sampler, self._state = sampler, state
@@ -69,8 +67,8 @@ class CudaRunner:
         self._slots = SlotTable(limits, torch.device("cpu"))
         self._peers = peers or NoPeers()
         self.grain = self._peers.grain  # the token count of a forward pass is a multiple of it
-        self._peers.keep_in(state.last_tokens)
-        with torch.inference_mode():  # compilers tell inference tensors from others
+        self._peers.receive_into(state.last_tokens)
+        with torch.inference_mode():  # compilers make separate code for inference tensors
             self._ring = Ring(limits, self._device)
         self._uploads = torch.cuda.Stream()
         self._eager = EagerSteps(forward, attention, self._peers)
@@ -85,7 +83,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def capture(self, largest: int, skinny: "SkinnyDecoder | None" = None, pieces: int = 0) -> None:
-        """Capture decode steps of up to ``largest`` rows, and other steps of up to ``pieces`` tokens in pieces.
+        """Capture decode steps of up to ``largest`` rows, and piecewise graphs for steps of up to ``pieces`` tokens.
 
         ``skinny``: a faster decoder for few rows.
         """
@@ -97,7 +95,7 @@ class CudaRunner:
     @torch.inference_mode()
     def reset(self) -> None:
         """Free every slot and expect step 1 next. All ranks run the same steps before they reset."""
-        self._peers.forget()
+        self._peers.drain()
         self._slots.clear()
         self._end.reset()
         self._ring.forget_last()
@@ -109,12 +107,12 @@ class CudaRunner:
         self._parts: list[Standing] = []
 
     def close(self) -> None:
-        """Wait for the device, and leave the other ranks."""
+        """Wait for the device, and close the connections to other ranks."""
         torch.cuda.synchronize(self._device)
-        # Connections wait for the end of the graphs that use them.
+        # Connections cannot be closed before the graphs that use them are deleted.
         self._graphs = self._pieces = None
         gc.collect()
-        self._end.close()
+        self._end.guide.close()
         self._peers.close()
 
     def run(self, plan: Plan) -> StepOutput:
@@ -136,7 +134,7 @@ class CudaRunner:
         except ParallelError:
             raise
         except BaseException as error:
-            if isinstance(self._peers, Peers):  # the others wait for this rank, and it must not wait for them
+            if isinstance(self._peers, Peers):  # the device may wait for other ranks, so the host must not wait for it
                 raise ParallelError(f"step {plan.step} failed on {self._peers.name}: {error}") from error
             try:
                 for place in places:
@@ -148,19 +146,19 @@ class CudaRunner:
         return step
 
     def _run(self, plan: Plan, places: list[Place]) -> CudaStep | CutStep:
-        """Append the places that the step takes to ``places``."""
+        """Launch a step. Append the places that it uses to ``places``."""
         changes = self._apply(plan)
         if not self._parts:
             return self._run_empty(plan, self._next(places), changes)
         steps = []
         for part in self._parts:
             steps.append(self._run_part(plan, self._next(places), changes, part))
-            plan, changes = _only_number(plan), NO_CHANGES
+            plan, changes = Plan(plan.step), NO_CHANGES  # the first micro-batch makes all changes
         return steps[0] if len(steps) == 1 else CutStep(plan.step, steps)
 
     def _next(self, places: list[Place]) -> Place:
         places.append(self._ring.next())
-        self._end.catch_up(places[-1])
+        self._end.guide.catch_up(places[-1])
         return places[-1]
 
     def _apply(self, plan: Plan) -> PageChanges:
@@ -173,7 +171,7 @@ class CudaRunner:
             slots.admit(admission)
             count = len(admission.pages)
             parts.append(PageChanges(np.full(count, admission.slot), np.arange(count), admission.pages))
-        self._end.apply(plan)
+        self._end.guide.apply(plan)
         if plan.admissions:
             slots.derive(np.array([admission.slot for admission in plan.admissions]))
         if plan.append_slots.size:
@@ -181,7 +179,7 @@ class CudaRunner:
             parts.append(PageChanges(plan.append_slots, places, plan.append_pages))
         if plan.batch is not None or plan.groups is not None:
             groups = last.groups if self._attention.shares_prefixes else NO_GROUPS
-            self._parts = standing(last.batch, groups, last.micro_batch_rows, self.limits.page_size)
+            self._parts = split(last.batch, groups, last.micro_batch_rows, self.limits.page_size)
         return PageChanges.joined(parts)
 
     def _run_empty(self, plan: Plan, place: Place, changes: PageChanges) -> CudaStep:
@@ -232,7 +230,7 @@ class CudaRunner:
         return self._end.replay(plan, place, graph, rows, samples)
 
     def _launch(self, plan: Plan, place: Place, changes: PageChanges, part: Standing, arrays: StepArrays) -> CudaStep:
-        """Run a micro-batch eagerly or in pieces."""
+        """Run a micro-batch eagerly or as piecewise graphs."""
         updates, put = self._updates(plan, place, changes), place.upload.put
         launcher, size = self._choose_launcher(int(part.batch.token_counts.sum()))
         slots, positions, known = (
@@ -257,7 +255,7 @@ class CudaRunner:
         return self._end.finish(plan, place, leaving, samples, reused=launcher.reuses_output)
 
     def _choose_launcher(self, tokens: int) -> tuple[EagerSteps | StepPieces, int]:
-        """Return how a step of ``tokens`` tokens is launched, and the token count to which it is padded."""
+        """Return the launcher of a step of ``tokens`` tokens, and the padded token count."""
         if self._pieces is not None and (size := self._pieces.find(tokens)) is not None:
             return self._pieces, size
         return self._eager, self._eager.size(tokens)
@@ -267,7 +265,7 @@ class CudaRunner:
 
         None on the first stage. The device starts the step when they have arrived.
         """
-        entering = self._peers.enter(tokens, part.batch.slots, self._slots, len(self._parts))
+        entering = self._peers.receive(tokens, part.batch.slots, self._slots, len(self._parts))
         place.started.record()
         return entering
 
@@ -275,7 +273,7 @@ class CudaRunner:
         return Updates.put(changes, plan, self.limits.max_pages_per_slot, place.upload.put)
 
     def _upload(self, place: Place) -> None:
-        """Send the arrays that were put; later launches find them on the device."""
+        """Upload the arrays of the step. Later launches find them on the device."""
         if place.upload.used <= _SHORT_UPLOAD:
             place.upload.send()
             return
@@ -283,8 +281,3 @@ class CudaRunner:
             place.upload.send()
             place.uploaded.record()
         torch.cuda.current_stream().wait_event(place.uploaded)
-
-
-def _only_number(plan: Plan) -> Plan:
-    """Return a plan without changes, for the micro-batches behind the first, which makes them."""
-    return Plan(plan.step, _NO_SLOTS, (), _NO_SLOTS, _NO_SLOTS, _NO_SLOTS, _NO_SLOTS, None)

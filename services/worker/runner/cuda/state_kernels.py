@@ -1,4 +1,4 @@
-"""Small kernels around a step: its inputs from the state on the device, and the state from what was sampled."""
+"""Small Triton kernels: gather the inputs of a step from the state on the device, and store sampled tokens in it."""
 
 import torch
 import triton
@@ -28,7 +28,7 @@ def _append_and_gather_inputs(
     append_slots, append_places, append_pages, known, slots, positions, last_tokens, page_table, history, token_ids,
     capacity, count, table_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid ``(1,)``: pages are in the table before the same program looks them up."""
+    """Append pages, and gather inputs from the new table. One program does both, so the grid is ``(1,)``."""
     for start in range(0, capacity, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         inside = offsets < capacity
@@ -75,7 +75,7 @@ def _advance(token_ids, finite, slots, last_tokens, results, where, count, BLOCK
 
 
 def scatter(table: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
-    """``table.view(-1)[indices[i]] = values[i]``; ``indices [n]`` int64, each once, ``values [n]`` as the table."""
+    """Set ``table.view(-1)[indices[i]] = values[i]``. ``indices [n]`` int64 are distinct; ``values [n]`` int32."""
     count = indices.numel()
     _scatter[(triton.cdiv(count, _BLOCK),)](table, indices, values, count, BLOCK=_BLOCK)
 
@@ -88,11 +88,11 @@ def gather_inputs(
     page_table: torch.Tensor,
     history: torch.Tensor,
 ) -> torch.Tensor:
-    """Token ids ``[tokens]`` int32: ``known`` where it is not -1, else what the slot sampled last; 0 for padding.
+    """Return token ids ``[tokens]`` int32: ``known``, or the slot's last token where ``known`` is -1; 0 for padding.
 
-    They are also kept in ``history [page_count, page_size]``, where their keys will be in the cache. ``known``,
-    ``slots`` (-1 = padding) and ``positions [tokens]``, ``last_tokens [max_slots]`` and ``page_table [max_slots,
-    max_pages]``: all are int32.
+    Also store them in ``history [page_count, page_size]``, at the indices of their keys in the cache. ``known``,
+    ``slots`` (-1 = padding) and ``positions`` are ``[tokens]``, ``last_tokens`` is ``[max_slots]``, ``page_table`` is
+    ``[max_slots, max_pages]``. All are int32.
     """
     token_ids, count = torch.empty_like(known), known.numel()
     _gather_inputs[(triton.cdiv(count, _BLOCK),)](
@@ -111,8 +111,10 @@ def append_and_gather_inputs(
     page_table: torch.Tensor,
     history: torch.Tensor,
 ) -> torch.Tensor:
-    """``gather_inputs``, after ``page_table[slot, place] = page`` for each slot of ``appended`` that is not -1: slots,
-    places and pages, ``[capacity]`` int32. For few tokens: all is done by one program."""
+    """Append pages to ``page_table``, and then return ``gather_inputs``. For few tokens: one program does all.
+
+    ``appended``: slots (-1 = none), indices in the slot's page table, and pages, ``[capacity]`` int32 each.
+    """
     token_ids = torch.empty_like(known)
     _append_and_gather_inputs[(1,)](
         *appended, known, slots, positions, last_tokens, page_table, history, token_ids, appended[0].numel(),
@@ -129,11 +131,10 @@ def advance(
     results: torch.Tensor,
     where: torch.Tensor | None = None,
 ) -> None:
-    """Keep each row's token as its slot's last one (0 where it is not ``finite``) and in ``results`` (-1 there), from
-    ``results[where[0]]`` on.
+    """Store the token of each row in ``last_tokens`` at its slot, and in ``results`` from index ``where[0]`` on.
 
-    ``token_ids [rows]`` int32, ``finite [rows]`` uint8 or bool; ``slots [rows]`` int32, -1 = padding, whose results are
-    left alone. ``results`` int32 may be in pinned memory of the host.
+    Where ``finite`` is False, the values are 0 and -1 instead. ``token_ids [rows]`` int32, ``finite [rows]`` uint8 or
+    bool, ``slots [rows]`` int32; a slot of -1 is padding, without a result. ``results`` int32 may be pinned memory.
     """
     count = slots.numel()
     _advance[(triton.cdiv(count, _BLOCK),)](token_ids, finite, slots, last_tokens, results, where, count, BLOCK=_BLOCK)

@@ -1,4 +1,4 @@
-"""A step that was launched, and what comes of it."""
+"""A launched step and its results."""
 
 import numpy as np
 import torch
@@ -16,14 +16,14 @@ _NS_PER_MS = 1_000_000
 
 
 class Era:
-    """What is remembered of the results between two resets. Owned by the thread that takes results."""
+    """The failures between two resets. Owned by the answering thread."""
 
     def __init__(self, max_slots: int) -> None:
-        self.failed = np.zeros(max_slots, bool)  # logits were not numbers once: the sequence's cache is spoilt
+        self.failed = np.zeros(max_slots, bool)  # logits were not numbers in some step: the cached values are invalid
 
 
 class CudaStep:
-    """Made by the compute thread; ``result`` is called once, by any one thread, for the steps in their order."""
+    """A launched step. Made by the compute thread. One thread calls ``result`` once for each step, in order."""
 
     def __init__(
         self,
@@ -37,33 +37,35 @@ class CudaStep:
         scores: StepScores | None = None,
         failures: dict[int, Failure] | None = None,
     ) -> None:
-        """``slots [samples]`` int64, in the order of the results. ``rows`` and ``extras``, the last fields of
-        ``SampledOnDevice`` in pinned memory: where more than tokens was asked for. ``order [samples]`` int64: which
-        sample comes first, second, ... in the batch; None = as is. ``scores``: of prompts, on the host.
-        ``failures``: by slot, why it fails whatever is sampled."""
+        """Make a step with the results of ``slots [samples]`` int64, in this order.
+
+        ``rows`` and ``extras``: settings of the rows, and the results except tokens, in pinned memory. ``order
+        [samples]`` int64: indices of the samples in batch order; None = same order. ``scores``: of prompts, on the
+        host. ``failures``: of grammars, by slot.
+        """
         self.timing = Timing()
-        self.scored: tuple[ScoredTokens, ...] = ()  # by ``read``
+        self.scored: tuple[ScoredTokens, ...] = ()  # set by ``read``
         self.place = place
         self._plan, self._era = plan, era
         self._slots, self._rows, self._extras, self._order = slots, rows, extras, order
         self._scores, self.failures = scores, failures or {}
 
     def result(self) -> StepOutput:
-        """Waits for the device, without Python's lock. Raises what the device failed with."""
+        """Wait for the device, without Python's global lock, and return the output. Raises the error of the device."""
         try:
             return StepOutput(self._plan.step, self.read(), self.timing, self.scored, self.failures)
         finally:
             self.place.taken.set()
 
     def read(self) -> Sampled:
-        """``result`` without giving the place back."""
+        """Wait for the device and return the samples, without freeing the place."""
         place, slots, failed = self.place, self._slots, self._era.failed
         try:
             place.wait()
             tokens = place.tokens[: len(slots)].astype(np.int64)
             self._measure()
         except BaseException as error:
-            place.ring.give_up(error)
+            place.ring.fail(error)
             raise
         if self._plan.releases.size:
             failed[self._plan.releases] = False
@@ -80,7 +82,7 @@ class CudaStep:
     def _measure(self) -> None:
         place, timing = self.place, self.timing
         timing.device = _ns(place.started, place.ended)
-        timing.forward = timing.device  # of a step that is one graph nothing else is known
+        timing.forward = timing.device  # includes sampling if the step is one graph
         if place.forwarded is not None:
             timing.forward = _ns(place.started, place.forwarded)
         timing.sample = timing.device - timing.forward
@@ -89,7 +91,7 @@ class CudaStep:
 
 
 class CutStep:
-    """As ``CudaStep``, of a step that was cut into micro-batches."""
+    """A launched step of several micro-batches, used like ``CudaStep``."""
 
     def __init__(self, step: int, parts: list[CudaStep]) -> None:
         """``parts`` in batch order, at least one."""
@@ -97,7 +99,7 @@ class CutStep:
         self._step, self._parts = step, parts
 
     def result(self) -> StepOutput:
-        """As of ``CudaStep``."""
+        """Wait for all micro-batches, and return the output of the step. Raises the error of the device."""
         parts, timing = self._parts, self.timing
         try:
             sampled = [found for part in parts if len((found := part.read()).slots)]

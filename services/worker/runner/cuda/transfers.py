@@ -1,16 +1,16 @@
-"""Arrays of one step on their way to the device: one pinned buffer, one copy."""
+"""Transfers of a step's arrays between host and device. All arrays of an upload are one copy."""
 
 import numpy as np
 import torch
 
-# Every array begins at a multiple of so many bytes: kernels are compiled for aligned pointers.
+# Every array begins at a multiple of this many bytes, since kernels are compiled for aligned pointers.
 _ALIGNMENT = 16
 
 
 class Upload:
-    """A pinned buffer and its twin on the device; ``put`` fills the first, ``send`` copies it into the second.
+    """A pinned buffer, which ``put`` fills, and a buffer on the device, to which ``send`` copies it.
 
-    Used by the compute thread for one step at a time, and not again before the device is through with that step.
+    Used by the compute thread, for one step at a time. The device must have completed the previous step.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -22,19 +22,18 @@ class Upload:
         self.used = 0  # bytes
 
     def begin(self) -> None:
-        """Forget the last step's arrays."""
+        """Discard the arrays of the previous step."""
         self.used = 0
 
     def put(self, array: np.ndarray) -> torch.Tensor:
-        """A view on the device, of ``array``'s shape and dtype, that holds ``array`` once the upload was sent;
-        not at the begin of its memory, unless it is the first.
+        """Add ``array``, and return a tensor on the device that has its values after ``send``.
 
-        What does not fit goes by a copy of its own.
+        Only the first tensor is at the start of its memory. If the buffer is full, the array is copied separately.
         """
         array = np.ascontiguousarray(array)
         begin, end = self.used, self.used + array.nbytes
         if end > len(self._bytes):
-            # Rare and large, such as the page tables of many long prompts that are admitted in one step.
+            # This is rare: for example, the page tables of many long prompts that are admitted in one step.
             spare = np.concatenate([np.zeros(_ALIGNMENT, np.uint8), array.reshape(-1).view(np.uint8)])
             sent = torch.from_numpy(spare).pin_memory().to(self._device, non_blocking=True)
             return sent[_ALIGNMENT:].view(torch.from_numpy(array).dtype).view(array.shape)
@@ -43,6 +42,14 @@ class Upload:
         return self.on_device[begin:end].view(torch.from_numpy(array).dtype).view(array.shape)
 
     def send(self) -> None:
-        """Copy what was put, on the current stream."""
+        """Copy the arrays to the device, on the current stream."""
         if self.used:
             self.on_device[: self.used].copy_(self._host[: self.used], non_blocking=True)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in pinned memory. It is complete when the current stream reaches this point."""
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream())
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return pinned.copy_(tensor, non_blocking=True)
