@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from services.common.boundaries import undo_on_error_async
 from services.common.config import DeploymentConfig
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.flags import ENV_PREFIX, FlagError, load
@@ -47,11 +48,8 @@ class Engine:
             env=environment | {PARENT_PID: str(os.getpid())}, start_new_session=True, limit=_LONGEST_LINE,
         )  # fmt: skip
         engine = cls(process)
-        try:
+        async with undo_on_error_async(engine.stop):
             await engine._wait_until_it_serves()
-        except BaseException:
-            await engine.stop()
-            raise
         return engine
 
     @property

@@ -17,6 +17,7 @@ from services.client.params import SamplingParams
 from services.client.progress import Progress
 from services.client.request import Conversation, Prompt, Request
 from services.client.runner import PARSERS, Runner
+from services.common.boundaries import undo_on_error
 from services.common.config import GatewayConfig, GrpcFlags
 from services.common.errors import InvalidRequest
 from services.common.flags import FlagError, build
@@ -57,8 +58,9 @@ class LLM:
         parsers = {name: flags.get(name) or default for name, default in PARSERS.items()}
         _log_warnings_only()
         self._loop = LoopThread()
-        engine = runner = None
-        try:
+        engine: Engine | None = None
+        runner: Runner | None = None
+        with undo_on_error(lambda: _shut_down(self._loop, runner, engine)):
             if addresses is None:
                 engine = self._loop.run(Engine.start(flags | {"model": model, "tokenizer": tokenizer}))
                 addresses = engine.addresses
@@ -71,9 +73,6 @@ class LLM:
                 parsers=parsers,
             )
             self._facts = self._loop.run(runner.start())
-        except BaseException:
-            _shut_down(self._loop, runner, engine)
-            raise
         self._shut_down = weakref.finalize(self, _shut_down, self._loop, runner, engine)
 
     @property

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from services.common.boundaries import undo_on_error
+
 R = TypeVar("R")
 
 _CLOSED = "this LLM is closed, or was made in another process; make one here"
@@ -34,13 +36,11 @@ class LoopThread:
         if future is None:
             raise RuntimeError(_CLOSED)
         try:
-            return future.result()
+            with undo_on_error(future.cancel):
+                return future.result()
         except concurrent.futures.CancelledError:
             if self._closed:
                 raise RuntimeError(_CLOSED) from None
-            raise
-        except BaseException:
-            future.cancel()
             raise
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from services.client.engine import Engine
 from services.client.outputs import CompletionOutput, RequestOutput, StreamOutput, Usage
 from services.client.request import Prepared, Request, check, prepare
+from services.common.boundaries import undo_on_error
 from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest, Overloaded, TokaError, Unavailable
 from services.common.rpc.channel import PLAIN, Dialer
@@ -161,11 +162,8 @@ class Runner:
     async def _accepted(self, prepared: Prepared) -> ActiveRequest:
         """Return a streaming request that a scheduler has accepted."""
         active = await self._submit(prepared, streaming=True)
-        try:
+        with undo_on_error(active.close):
             await active.wait_accepted()
-        except BaseException:
-            active.close()
-            raise
         return active
 
     async def _room(self, samples: int) -> None:

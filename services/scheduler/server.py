@@ -8,6 +8,7 @@ from typing import Any
 
 import structlog
 
+from services.common.boundaries import errors_to
 from services.common.config import SchedulerConfig
 from services.common.errors import FailedPrecondition, Internal, TokaError, Unavailable
 from services.common.logprobs_mode import PROCESSED
@@ -229,6 +230,9 @@ class SchedulerServer:
         if not self._failure.done():
             self._failure.set_exception(error)
 
+    def _rpc_failed(self, error: Exception) -> None:
+        self._fail(Internal(f"the gRPC server no longer accepts calls: {error!r}"))
+
     async def _update_health(self) -> None:
         """Report the readiness of the step loop as health until the scheduler fails.
 
@@ -237,10 +241,9 @@ class SchedulerServer:
         ready, pause = False, min(_HEALTH_S, self._config.step_deadline / 8)
         while not self._failure.done():
             now = await self._loop_is_ready()
-            try:
+            with errors_to(self._rpc_failed):
                 await self._rpc.check()
-            except Exception as error:
-                self._fail(Internal(f"the gRPC server no longer accepts calls: {error!r}"))
+            if self._failure.done():
                 break
             if now != ready:
                 ready = now

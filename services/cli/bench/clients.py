@@ -14,6 +14,7 @@ from types import TracebackType
 
 from services.cli.bench.exchange import Endpoint, Reply
 from services.cli.bench.sending import Body, Report, Share, send_share
+from services.common.boundaries import undo_on_error
 from services.common.host.descriptors import raise_limit
 
 _START_S = 60.0  # timeout for a client process to start
@@ -40,11 +41,8 @@ class Clients:
 
     def __enter__(self) -> "Clients":
         raise_limit()
-        try:
+        with undo_on_error(self._end):
             self._start()
-        except BaseException:
-            self._end()
-            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

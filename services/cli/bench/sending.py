@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from services.cli.bench.exchange import Endpoint, Reply, Sender
+from services.common.boundaries import errors_to
 
 Body = dict[str, Any]
 Bodies = Callable[[int], Body]  # returns the body of a request number. Client processes get it pickled
@@ -40,12 +41,10 @@ class Report:
 def send_share(pipe: Connection) -> None:
     """Run a client process: receive a share, report readiness, receive the start time, send, and report."""
     index, endpoint, share, period_s = pipe.recv()
-    try:
+    with errors_to(lambda error: pipe.send(Report(index, trouble="".join(traceback.format_exception(error))))):
         client = _Client(index, pipe, endpoint, share)
         pipe.send(Report(index))
         asyncio.run(client.run(pipe.recv(), period_s))
-    except Exception:
-        pipe.send(Report(index, trouble=traceback.format_exc()))
 
 
 class _Client:

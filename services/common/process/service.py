@@ -10,10 +10,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import structlog
 
+from services.common.boundaries import errors_to
 from services.common.config import ServiceFlags, from_command_line
 from services.common.errors import TokaError
 from services.common.host.descriptors import raise_limit
@@ -127,10 +129,8 @@ async def run_unless_stopped(work: Callable[[], R], stop: asyncio.Event) -> R | 
             loop.call_soon_threadsafe(lambda: None if done.cancelled() else finish(value))
 
     def run() -> None:
-        try:
+        with errors_to(partial(settle, done.set_exception)):
             settle(done.set_result, work())
-        except Exception as error:
-            settle(done.set_exception, error)
 
     threading.Thread(target=run, daemon=True, name="work").start()
     stopped = asyncio.create_task(stop.wait())

@@ -13,6 +13,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from services.common.boundaries import errors_to
 from services.common.rpc.certificates import Certificates
 from services.common.rpc.channel import MAX_MESSAGE_BYTES, server_options
 from services.common.rpc.health import BlockingWatchedHealth
@@ -91,12 +92,8 @@ class _ErrorInterceptor(grpc.ServerInterceptor):
 def _guard_unary(behavior: Behavior, method: str) -> Behavior:
     @functools.wraps(behavior)
     def guarded(request: Any, context: grpc.ServicerContext) -> Any:
-        try:
+        with errors_to(functools.partial(_abort, context, method)):
             return behavior(request, context)
-        except grpc.RpcError:  # the client disconnected
-            raise
-        except Exception as error:
-            context.abort_with_status(status_of(error, method))
 
     return guarded
 
@@ -104,11 +101,13 @@ def _guard_unary(behavior: Behavior, method: str) -> Behavior:
 def _guard_stream(behavior: Behavior, method: str) -> Behavior:
     @functools.wraps(behavior)
     def guarded(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        try:
+        with errors_to(functools.partial(_abort, context, method)):
             yield from behavior(request, context)
-        except grpc.RpcError:  # the client disconnected
-            raise
-        except Exception as error:
-            context.abort_with_status(status_of(error, method))
 
     return guarded
+
+
+def _abort(context: grpc.ServicerContext, method: str, error: Exception) -> None:
+    if isinstance(error, grpc.RpcError):  # the client disconnected
+        raise error
+    context.abort_with_status(status_of(error, method))

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 import structlog
 
+from services.common.boundaries import errors_to
 from services.common.errors import Internal, StoreUnavailable, TokaError, Unavailable
 from services.gateway.batch.finishing import finish
 from services.gateway.batch.line_runner import LineRunner, RunningChunk
@@ -151,9 +153,7 @@ class Executor:
             await asyncio.sleep(_RETRY_S if isinstance(error, Unavailable) else 0)
         except Exception as error:
             log.exception("batch failed", id=batch.id)
-            message = (
-                error.message if isinstance(error, Internal) else "internal error; the server's log has the details"
-            )
+            message = error.message if isinstance(error, Internal) else Internal.logged().message
             with contextlib.suppress(Unavailable):
                 await self._leases.fail(batch.seq, message)
         finally:
@@ -191,6 +191,14 @@ class Executor:
         return None
 
     async def _run(self, chunk: RunningChunk) -> None:
+        with errors_to(partial(self._give_up, chunk)):
+            await self._begin(chunk)
+
+    def _give_up(self, chunk: RunningChunk, error: Exception) -> None:
+        self._drop(chunk.lease.key)
+        log.error("batch lines cannot be begun", id=chunk.lease.batch.id, exc_info=error)
+
+    async def _begin(self, chunk: RunningChunk) -> None:
         key, batch = chunk.lease.key, chunk.lease.batch
         try:
             if not chunk.left:  # every result is stored, but the chunk is not closed: no later result would close it
@@ -202,9 +210,6 @@ class Executor:
             with contextlib.suppress(Unavailable):
                 if isinstance(error, Internal):
                     await self._leases.fail(batch.seq, error.message)
-        except Exception:
-            self._drop(key)
-            log.exception("batch lines cannot be begun", id=batch.id)
 
     # Storing results.
 

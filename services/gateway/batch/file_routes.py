@@ -11,6 +11,7 @@ from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from services.common.boundaries import undo_on_error_async
 from services.common.errors import AlreadyExists, InvalidRequest, InvalidValue
 from services.gateway.batch.upload import Form, receive_form
 from services.gateway.http.errors import response
@@ -18,6 +19,7 @@ from services.gateway.http.idempotency import fingerprint
 from services.gateway.http.request import Caller, read_caller
 from services.gateway.openai.parse import ignored_names
 from services.gateway.openai.router import AFTER, ORDER, Router, limit, parameters, takes
+from services.gateway.store.blobs import BlobWriter
 from services.gateway.store.files import PURPOSES, new_file
 from services.gateway.store.queries import Query, whole_number
 from services.gateway.store.service import OpenStore, opened
@@ -64,7 +66,7 @@ async def upload_file(request: Request) -> Response:
 async def _receive(request: Request, caller: Caller, store: OpenStore) -> Response:
     record = await store.files.begin_upload()
     writer = await store.blobs.create(record.blob)
-    try:
+    async with undo_on_error_async(_abandon, store, record, writer):
         digest = hashlib.sha256() if caller.idempotency_key else None
         form = await receive_form(request, writer, digest.update if digest is not None else None)
         done = _described(form, writer.bytes, caller.owner)
@@ -72,10 +74,6 @@ async def _receive(request: Request, caller: Caller, store: OpenStore) -> Respon
             asked = fingerprint(request.url.path, digest.digest(), done.filename, repr(sorted(form.fields.items())))
             done.id = "file-" + await store.tries.name(caller.owner, caller.idempotency_key, asked)
         await writer.close()
-    except BaseException:
-        await writer.abandon()
-        await _discard(store, record)
-        raise
     try:
         stored = await store.files.finish_upload(record, done)
     except AlreadyExists:  # an earlier try of the same request stored it
@@ -83,6 +81,11 @@ async def _receive(request: Request, caller: Caller, store: OpenStore) -> Respon
         stored = await store.files.get(done.id, caller.owner)
     unknown = [name for name in form.fields if name not in UPLOAD_SCHEMA["properties"]]
     return response(200, file_object(stored), ignored_names(unknown))
+
+
+async def _abandon(store: OpenStore, record: StoredFile, writer: BlobWriter) -> None:
+    await writer.abandon()
+    await _discard(store, record)
 
 
 async def _discard(store: OpenStore, record: StoredFile) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from services.common.boundaries import undo_on_error_async
 from services.common.errors import Internal
 from services.gateway.batch.lines import parse, read_lines
 from services.gateway.batch.requests import error_line
@@ -29,13 +30,8 @@ async def finish(batch: StoredBatch, leases: Leases, blobs: Blobs) -> None:
     counts = await leases.close_chunks(batch)
     names = _blob_names(batch, batch.attempt)
     writers = [await blobs.create(name) for name in names]
-    try:
+    async with undo_on_error_async(_abandon, blobs, dict(zip(names, writers, strict=True))):
         written = await _write(batch, leases, blobs, counts, *writers)
-    except BaseException:
-        for writer, name in zip(writers, names, strict=True):
-            await writer.abandon()
-            await blobs.delete(name)
-        raise
     for writer in writers:
         await writer.close()
     if written != counts.total:
@@ -48,6 +44,13 @@ async def finish(batch: StoredBatch, leases: Leases, blobs: Blobs) -> None:
     for attempt in range(1, batch.attempt):  # gateways that exited meanwhile have left their files
         for name in _blob_names(batch, attempt):
             await blobs.delete(name)
+
+
+async def _abandon(blobs: Blobs, writers: dict[str, BlobWriter]) -> None:
+    """Delete the blobs, which are not whole."""
+    for name, writer in writers.items():
+        await writer.abandon()
+        await blobs.delete(name)
 
 
 async def _write(

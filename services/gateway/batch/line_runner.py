@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import structlog
 
+from services.common.boundaries import undo_on_error
 from services.common.chunks import chunks_by_size
 from services.gateway.batch.requests import Requests, failed
 from services.gateway.batch.slots import Slot, Slots
@@ -178,11 +179,8 @@ class LineRunner:
             except Displaced:
                 slot.give_back()
             line = await self._lines.begin(lease.batch.key_name)
-            try:
+            with undo_on_error(line.end):
                 await slot.take()
-            except BaseException:
-                line.end()
-                raise
 
 
 def _line_over(chunk: RunningChunk, line: Line, slot: Slot, task: asyncio.Task[Any]) -> None:

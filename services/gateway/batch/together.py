@@ -7,7 +7,8 @@ from typing import Any
 import structlog
 from fastapi import Request, Response
 
-from services.common.errors import Internal, InvalidRequest, InvalidValue, TokaError
+from services.common.boundaries import errors_as_internal
+from services.common.errors import InvalidRequest, InvalidValue, TokaError
 from services.common.json_scan import Raw
 from services.common.process.time_slice import TimeSlice
 from services.gateway.batch.requests import Requests
@@ -91,11 +92,10 @@ def _read_list(raw: Raw, most: int) -> list[Any]:
 async def _answer(requests: Requests, number: int, body: Any, size: int, caller: Caller, *, deep: bool) -> Response:
     """Return a chat completion, or an error."""
     try:
-        if isinstance(body, dict) and body.get("stream"):
-            raise InvalidRequest(f"[{number}]: stream: not in a list; leave it out", field="stream")
-        return await requests.ask(CHAT, Posted(write_again(body)) if deep else Posted(document=body, size=size), caller)
+        with errors_as_internal(log, "a request of a list failed"):
+            if isinstance(body, dict) and body.get("stream"):
+                raise InvalidRequest(f"[{number}]: stream: not in a list; leave it out", field="stream")
+            posted = Posted(write_again(body)) if deep else Posted(document=body, size=size)
+            return await requests.ask(CHAT, posted, caller)
     except TokaError as error:
         return to_response(error)
-    except Exception:
-        log.exception("a request of a list failed")
-        return to_response(Internal.logged())

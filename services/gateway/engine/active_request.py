@@ -9,11 +9,13 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import structlog
 
+from services.common.boundaries import errors_to
 from services.common.errors import Internal, TokaError
 from services.gateway.engine.codec import Ending, PromptScores, TokenLogprob
 from services.gateway.engine.request import NO_TOKENS, PromptRequest, Settings, Submission
@@ -217,6 +219,13 @@ class ActiveRequest:
         if self._error is None:
             self._error = error
             self._wake()
+
+    def failing_on_errors(self, what: str) -> errors_to:
+        """Return a context manager that ends the request with an internal error if its block raises.
+
+        An error of one request must not affect the others of a session.
+        """
+        return errors_to(partial(self.fail_internal, what))
 
     def fail_internal(self, what: str, error: Exception) -> None:
         """End the request with an internal error. Log ``error`` with ``what`` as the message."""

@@ -6,11 +6,13 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import structlog
 
+from services.common.boundaries import errors_to
 from services.common.errors import Internal, Overloaded, TokaError, Unavailable
 from services.common.process.time_slice import TimeSlice
 from services.gateway.engine.active_request import ActiveSample, SchedulerRequest
@@ -97,12 +99,10 @@ class Failover:
             for sample in self._quarantine.lost(tokens):
                 sample.request.fail(_proven(sample, error))
         for active in active_requests:
-            try:
+            with active.failing_on_errors("failover of a request failed"):
                 for request in active.replace_lost(tokens):
                     self._waits[request] = _Wait(reason, error, time.monotonic() + self._timeout_s)
                     self._put(request)
-            except Exception as caught:  # an error of one request must not affect the others
-                active.fail_internal("failover of a request failed", caught)
         if active_requests:
             log.warning("samples wait for another scheduler", samples=len(tokens), cause=reason)
 
@@ -161,8 +161,8 @@ class Failover:
 
     def _try(self, request: SchedulerRequest) -> None:
         """Send ``request`` if a replica can take it now. Fail it at its deadline."""
-        wait, now = self._waits[request], time.monotonic()
-        try:
+        with errors_to(partial(self._not_sent, request)):
+            wait, now = self._waits[request], time.monotonic()
             if now >= wait.deadline:
                 raise wait.error
             if now < wait.not_before or not self._quarantine.admits(request):
@@ -174,10 +174,13 @@ class Failover:
                 replica.submit(request)
                 self._sent(request, wait, now)
                 del self._queue[request]
-        except TokaError as error:
-            self._fail(request, error)
-        except Exception as error:  # an error of one request must not affect the others
-            self._queue.pop(request, None)
+
+    def _not_sent(self, request: SchedulerRequest, error: Exception) -> None:
+        """End one request. An error of one must not affect the others."""
+        self._queue.pop(request, None)
+        if isinstance(error, TokaError):
+            request.parent.fail(error)
+        else:
             request.parent.fail_internal("a request could not be sent", error)
 
     def _sent(self, request: SchedulerRequest, wait: _Wait, now: float) -> None:
@@ -186,10 +189,6 @@ class Failover:
             sample.failover_delay_s = time.perf_counter() - request.parent.began_at
         if wait.reason is not None:
             self._metrics.count_failovers(wait.reason, len(request.samples))
-
-    def _fail(self, request: SchedulerRequest, error: TokaError) -> None:
-        self._queue.pop(request, None)
-        request.parent.fail(error)
 
 
 def _proven(sample: ActiveSample, error: TokaError) -> Internal:

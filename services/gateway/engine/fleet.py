@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import structlog
 
+from services.common.boundaries import undo_on_error
 from services.common.errors import Internal, NotFound, TokaError, Unavailable
 from services.common.process.time_slice import TimeSlice
 from services.common.rpc.channel import PLAIN, Dialer
@@ -183,16 +184,13 @@ class Fleet:
         make = partial(ActiveRequest, prompts, streaming=streaming)
         active = await asyncio.to_thread(make) if many else make()
         time_slice = TimeSlice()
-        try:
+        with undo_on_error(active.close):
             for request in active.scheduler_requests:
                 if many and time_slice.is_over:
                     await time_slice.renew()
                     self._check_open()
                     active.check()
                 await self._send(request, waits=many)
-        except BaseException:
-            active.close()
-            raise
         return active
 
     async def _send(self, request: SchedulerRequest, *, waits: bool) -> None:

@@ -253,10 +253,8 @@ class Session:
         request = self._unaccepted.pop(handle, None)
         if request is not None and not request.accepted and self._wanted(handle, request):
             request.accepted = True
-            try:
+            with request.parent.failing_on_errors("an acceptance could not be processed"):
                 request.parent.on_accepted()
-            except Exception as error:  # an error of one request must not end the session
-                request.parent.fail_internal("an acceptance could not be processed", error)
 
     def _on_rejection(self, rejection: session_pb2.Rejection) -> None:
         request = self._unaccepted.pop(rejection.handle, None)
@@ -267,10 +265,8 @@ class Session:
             self._end(handle)
         if not wanted:
             return
-        try:
+        with request.parent.failing_on_errors("a rejection could not be processed"):
             self._owner.refused(request, from_status(rejection.status))
-        except Exception as error:
-            request.parent.fail_internal("a rejection could not be processed", error)
 
     def _wanted(self, first: int, request: SchedulerRequest) -> bool:
         """Return whether ``request`` is neither closed nor abandoned."""
@@ -281,10 +277,8 @@ class Session:
             sample = self._samples.get(handle)
             if sample is None:
                 continue
-            try:
+            with sample.request.failing_on_errors("log-probabilities of a prompt could not be processed"):
                 sample.request.add_prompt_scores(sample.prompt_index, scores)
-            except Exception as error:
-                sample.request.fail_internal("log-probabilities of a prompt could not be processed", error)
         slots, handles = self._slots, step.handles
         if len(handles):
             if handles.max() >= len(slots.taken) or not slots.taken[handles].all():
@@ -311,10 +305,8 @@ class Session:
                 )
                 sample.request.fail(incomplete)
                 continue
-            try:
+            with sample.request.failing_on_errors("an ending could not be processed"):
                 self._finish(sample, ids, ending)
-            except Exception as error:
-                sample.request.fail_internal("an ending could not be processed", error)
         if lost:
             self._owner.lose(lost, reason)
         if incomplete is not None:
@@ -381,7 +373,5 @@ class Session:
             if sample is None:
                 continue
             entries = logprobs[start:end] if logprobs is not None else None
-            try:
+            with sample.request.failing_on_errors("tokens could not be processed"):
                 sample.request.add_tokens(sample, ids[start:end], entries)
-            except Exception as error:
-                sample.request.fail_internal("tokens could not be processed", error)

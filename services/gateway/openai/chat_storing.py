@@ -1,30 +1,26 @@
 """Storage of chat completions with ``store: true``. Those that are streamed are assembled from their chunks."""
 
-import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
-import structlog
 
-from services.common.errors import AlreadyExists, InvalidRequest, InvalidValue, NotFound, TokaError
+from services.common.errors import InvalidRequest, InvalidValue, NotFound
 from services.gateway.engine.active_request import ActiveSample
 from services.gateway.http.idempotency import fingerprint
 from services.gateway.http.request import Caller, Posted
 from services.gateway.openai.chat_shape import ChatShape
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.schemas import ChatBody
+from services.gateway.openai.storing import try_to_store
 from services.gateway.openai.transcript import Piece
 from services.gateway.store.chats import Chats
 from services.gateway.store.ids import new_id
 
-log = structlog.get_logger(__name__)
-
 CHAT = "/v1/chat/completions"
 _PREFIX = "chatcmpl-"
-_TIMEOUT_S = 10.0  # of the store when a chat completion is kept
 _DATA = b"data: "
 
 
@@ -65,18 +61,8 @@ class ChatKeeper:
 
     async def keep(self, body: bytes, model: str) -> bool:
         """Store the chat completion. Return whether it is stored. The client gets its answer in any case."""
-        try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                await self.records.keep(self.id, body, self.messages, model, self.labels, self.key_name)
-        except AlreadyExists:
-            return True  # by an earlier try of this request
-        except (TokaError, TimeoutError) as error:
-            log.warning("chat completion not stored", id=self.id, reason=str(error) or f"took {_TIMEOUT_S:.0f} s")
-            return False
-        except Exception:
-            log.exception("chat completion not stored", id=self.id)
-            return False
-        return True
+        storing = self.records.keep(self.id, body, self.messages, model, self.labels, self.key_name)
+        return await try_to_store("chat completion", self.id, storing)
 
 
 class StoredChatShape(ChatShape):

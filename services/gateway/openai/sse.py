@@ -1,6 +1,5 @@
 """Server-sent events: the response that streams them, and templates for the JSON of chunks."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -10,7 +9,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.common.errors import Internal, TokaError
+from services.common.boundaries import errors_as_internal
+from services.common.errors import TokaError
 from services.gateway.http.errors import to_body
 from services.gateway.http.request import while_connected
 
@@ -79,14 +79,9 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async for data in self._events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+            with errors_as_internal(log, "stream failed", expected=(OSError,)):
+                async for data in self._events:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
         except TokaError as error:
             await send({"type": "http.response.body", "body": self._broken(error), "more_body": True})
-        except (asyncio.CancelledError, OSError):
-            raise
-        except Exception:
-            log.exception("stream failed")
-            body = self._broken(Internal.logged())
-            await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

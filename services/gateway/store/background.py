@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import orjson
 import structlog
 
+from services.common.boundaries import errors_logged, undo_on_error
 from services.common.errors import Internal, NotFound, Overloaded, StoreUnavailable, TokaError
 from services.gateway.store.conversations import Addition
 from services.gateway.store.leases import HEARTBEAT_S, LeaseLost
@@ -103,14 +104,10 @@ class Background:
         The first element of ``events`` has the response's first events. ``close`` is called at the end. Raises
         ``AlreadyExists``, and the store's errors.
         """
-        try:
+        with undo_on_error(running.resources.close), undo_on_error(close):
             size = running.push(await anext(events))
             running.written = len(running.events)
             await self._records.begin(running.body, items, running.key_name, b"".join(running.events))
-        except BaseException:
-            close()
-            running.resources.close()
-            raise
         self._event_bytes += size
         self._running[running.body["id"]] = running
         running.task = asyncio.create_task(self._run(running, events, close), name=f"background {running.body['id']}")
@@ -222,28 +219,26 @@ class Background:
                 running.wake()
 
     async def _fail(self, running: Running) -> None:
-        try:
-            await self.end(running, _failed(running.body, Internal.logged().message), None)
-        except LeaseLost:
-            log.info("background response given up", id=running.body["id"])
-        except Exception:  # its lease will expire
-            log.exception("background response not stored", id=running.body["id"])
+        with errors_logged(log, "background response not stored", id=running.body["id"]):  # its lease will expire
+            try:
+                await self.end(running, _failed(running.body, Internal.logged().message), None)
+            except LeaseLost:
+                log.info("background response given up", id=running.body["id"])
 
     async def _tick_forever(self) -> None:
         beat_at = 0.0
         loop = asyncio.get_running_loop()
         while True:
-            try:
-                if loop.time() >= beat_at:
-                    beat_at = loop.time() + HEARTBEAT_S
-                    await self._beat()
-                await self._write_events(list(self._running.values()))
-            except StoreUnavailable:
-                pass  # logged by the health
-            except TokaError as error:
-                log.warning("background responses wait for the store", reason=error.message)
-            except Exception:
-                log.exception("heartbeat of background responses failed")
+            with errors_logged(log, "heartbeat of background responses failed"):
+                try:
+                    if loop.time() >= beat_at:
+                        beat_at = loop.time() + HEARTBEAT_S
+                        await self._beat()
+                    await self._write_events(list(self._running.values()))
+                except StoreUnavailable:
+                    pass  # logged by the health
+                except TokaError as error:
+                    log.warning("background responses wait for the store", reason=error.message)
             await asyncio.sleep(_TICK_S)
 
     async def _beat(self) -> None:

@@ -12,6 +12,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
+from services.common.boundaries import undo_on_error_async
 from services.common.errors import FailedPrecondition, StoreUnavailable
 from services.gateway.store.engines import LOCK_TIMEOUT_S, make_engine
 from services.gateway.store.health import StoreHealth, diagnose
@@ -116,11 +117,8 @@ class Store:
         """
         health = health or StoreHealth()
         store = cls(url, make_engine(url, health), health)
-        try:
+        async with undo_on_error_async(store.close):
             await store._migrate()
-        except BaseException:
-            await store.close()
-            raise
         return store
 
     @asynccontextmanager

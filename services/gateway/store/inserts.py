@@ -9,6 +9,7 @@ import structlog
 from sqlalchemy import delete, insert, select
 from sqlalchemy.exc import IntegrityError
 
+from services.common.boundaries import errors_logged
 from services.common.errors import AlreadyExists, Overloaded, TokaError, Unavailable
 from services.gateway.store.database import Store
 from services.gateway.store.tables import StoredChat, StoredResponse
@@ -96,8 +97,7 @@ class Inserts:
 
     async def _take_back(self, ids: Sequence[str]) -> None:
         """Delete rows whose callers were cancelled during the insert."""
-        try:
+        failed = "rows of cancelled requests were not deleted"
+        with errors_logged(log, failed, table=self._table.__tablename__, ids=len(ids)):
             async with self._store.writing() as session:
                 await session.execute(delete(self._table).where(self._table.id.in_(ids)))
-        except Exception:
-            log.exception("rows of cancelled requests were not deleted", table=self._table.__tablename__, ids=len(ids))

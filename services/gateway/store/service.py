@@ -12,6 +12,7 @@ import structlog
 from fastapi import Request
 from sqlalchemy.engine import make_url
 
+from services.common.boundaries import undo_on_error
 from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest, NotFound, StoreUnavailable, TokaError
 from services.common.host.descriptors import current_limit
@@ -139,11 +140,8 @@ class StoreService:
     async def _open_once(self) -> OpenStore:
         config = self._config
         blobs = await asyncio.to_thread(Blobs, f"{config.store_dir}/files", self._health)
-        try:
+        with undo_on_error(blobs.stop):
             database = await Store.open(store_url(config), self._health)
-        except BaseException:
-            blobs.stop()
-            raise
         self._database = database
         await asyncio.to_thread(_warn_if_shared, config)
         pool = next(iter(config.served_model_name), os.path.basename(config.model.rstrip("/")))

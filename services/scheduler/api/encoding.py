@@ -1,9 +1,11 @@
 """Encodes the core's events as messages of the public contract."""
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 
+from services.common.boundaries import errors_to
 from services.common.errors import Internal
 from services.common.packed import fill
 from services.common.plan.result import ScoredTokens
@@ -74,17 +76,16 @@ def encode_by_handle(delta: MergedDelta) -> tuple[session_pb2.StepOutputs, dict[
 
     If such a handle has finished, the message contains a finish with an error for it.
     """
-    message, failures = session_pb2.StepOutputs(step=delta.step), {}
+    message = session_pb2.StepOutputs(step=delta.step)
+    failures: dict[int, Exception] = {}
     finished = {finish.handle for finish in delta.finished}
     for handle in dict.fromkeys([*delta.handles.tolist(), *(handle for handle, _ in delta.scored), *finished]):
-        try:
+        with errors_to(partial(failures.__setitem__, handle)):
             message.MergeFrom(encode_outputs(delta.of(handle)))
-        except Exception as error:
-            failures[handle] = error
-            if handle in finished:
-                end = generate_pb2.Finish(error=to_status(Internal.logged()))
-                end.reason = int(FinishReason.ERROR)  # type: ignore[assignment]  # the type requires an enum member, an int is accepted
-                message.finished.add(handle=handle).finish.CopyFrom(end)
+    for handle in finished & failures.keys():
+        end = generate_pb2.Finish(error=to_status(Internal.logged()))
+        end.reason = int(FinishReason.ERROR)  # type: ignore[assignment]  # the type requires an enum member, an int is accepted
+        message.finished.add(handle=handle).finish.CopyFrom(end)
     return message, failures
 
 

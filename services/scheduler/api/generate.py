@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 import numpy as np
 import structlog
 
-from services.common.errors import Internal
+from services.common.boundaries import errors_as_internal
 from services.common.packed import fill
 from services.common.process.tracing import HEADER
 from services.common.rpc.interceptor import AnyContext
@@ -106,11 +106,8 @@ class GenerateCall:
             self._traces.close()
 
     def _response(self, delta: MergedDelta, request_id: str) -> generate_pb2.GenerateResponse:
-        try:
+        with errors_as_internal(log, "an output could not be encoded", request_id=request_id):
             return generate_pb2.GenerateResponse(outputs=self._outputs(delta))
-        except Exception as error:
-            log.error("an output could not be encoded", request_id=request_id, exc_info=error)
-            raise Internal.logged() from error
 
     def _outputs(self, delta: MergedDelta) -> generate_pb2.SampleOutputs:
         finished = {finish.handle: finish for finish in delta.finished}

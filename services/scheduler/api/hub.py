@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import TypeVar
 
 import structlog
 
+from services.common.boundaries import errors_to
 from services.common.errors import Internal, Overloaded, TokaError
 from services.common.process.tracing import Tracing
 from services.scheduler.api.mailbox import Mailbox
@@ -89,12 +91,9 @@ class Hub:
     def _dispatch(self, events: Events) -> None:
         for sink, item in events:
             if sink is not None:
-                try:
+                with errors_to(partial(self._end_stream, sink)):
                     if (mailbox := self._mailboxes.get(sink)) is not None:
                         mailbox.put(item)
-                except Exception as error:  # a stream with a missing event must end, the others continue
-                    log.error("an event could not be delivered", sink=sink, exc_info=error)
-                    self._mailboxes[sink].close(Internal.logged())
             elif isinstance(item, Load):
                 for session in self._sessions:
                     self._mailboxes[session].put_load(item)
@@ -102,3 +101,8 @@ class Hub:
                 for queue in self._watchers:
                     if not queue.full():
                         queue.put_nowait(item)
+
+    def _end_stream(self, sink: int, error: Exception) -> None:
+        """End a stream that misses an event. The others continue."""
+        log.error("an event could not be delivered", sink=sink, exc_info=error)
+        self._mailboxes[sink].close(Internal.logged())

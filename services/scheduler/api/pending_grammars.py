@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import structlog
 
-from services.common.errors import AlreadyExists, Internal, Overloaded, TokaError
+from services.common.boundaries import errors_as_internal
+from services.common.errors import AlreadyExists, Overloaded, TokaError
 from services.scheduler.core.request import Request
 from services.scheduler.engine.loop import EngineLoop
 from services.scheduler.grammar.checker import GrammarChecker
@@ -79,12 +80,10 @@ class PendingGrammars:
     async def _check(self, request: Request, name: str) -> None:
         error: TokaError | None = None
         try:
-            await check_before_deadline(self._grammar_checker, request, name)
+            with errors_as_internal(log, "a grammar could not be checked", request_id=request.request_id):
+                await check_before_deadline(self._grammar_checker, request, name)
         except TokaError as refused:
             error = refused
-        except Exception as broken:  # an error of one request must not end the session
-            log.error("a grammar could not be checked", request_id=request.request_id, exc_info=broken)
-            error = Internal.logged()
         for handle in range(request.handle, request.handle + request.n):
             self._waiting.pop(handle, None)
         cancels = self._cancels.pop(request.handle, set())

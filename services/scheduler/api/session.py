@@ -6,7 +6,8 @@ from functools import partial
 
 import structlog
 
-from services.common.errors import FailedPrecondition, Internal, InvalidRequest, TokaError, Unavailable
+from services.common.boundaries import errors_as_internal
+from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
 from services.common.process.time_slice import TimeSlice
 from services.scheduler.api.encoding import encode_by_handle, encode_event
 from services.scheduler.api.hub import Hub
@@ -18,6 +19,7 @@ from services.scheduler.api.resume import finish_of
 from services.scheduler.api.traces import Traces
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.output import Delta
+from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.events import Accepted, Rejected
 from services.scheduler.grammar.checker import GrammarChecker
@@ -138,21 +140,17 @@ class SessionStream:
 
     async def _read(self, requests: _Requests) -> None:
         try:
-            async for message in requests:
-                self._seen = self._taking = True
-                try:
-                    await self._take(message)
-                finally:
-                    self._taking = False
-                self._received += 1
-                await self._pause()
+            with errors_as_internal(log, "a session could not be read", sink=self._sink):
+                async for message in requests:
+                    self._seen = self._taking = True
+                    try:
+                        await self._take(message)
+                    finally:
+                        self._taking = False
+                    self._received += 1
+                    await self._pause()
         except TokaError as error:  # the stream itself is invalid
             self._error = error
-            self._mailbox.close()
-            return
-        except Exception as error:
-            log.error("a session could not be read", sink=self._sink, exc_info=error)
-            self._error = Internal.logged()
             self._mailbox.close()
             return
         self._half_closed = True
@@ -198,34 +196,37 @@ class SessionStream:
         Other requests overtake a request whose grammar is new. Its cancels wait for it.
         """
         self._undecided += 1
-        message, model = submit.request, self._model
         try:
-            model.check_name(message.model)
-            if message.output.text:
-                raise InvalidRequest("a session returns token ids only: leave text unset", field="output.text")
-            tokens = await read_prompt(message, model)
-            await cache_long_text(message.sampling)
-            request = read_request(message, tokens, model, sink=self._sink, handle=submit.handle)
-            self._pending.check_handles(request)
-            self._traces.begin(request)
-            if (finish := finish_of(request, model)) is not None:
-                self._mailbox.put(Accepted(request))
-                self._mailbox.put(Delta(0, finished=[finish]))
-                return
-            if grammar := request.sampling.grammar:
-                name = name_of(message.sampling.grammar)
-                if not self._grammar_checker.is_cached(grammar):
-                    self._pending.begin(request, name)
-                    return
-                await self._grammar_checker.check(grammar, name)  # returns at once
+            with errors_as_internal(log, "a request could not be read", request_id=submit.request.request_id):
+                request = await self._read_submit(submit)
         except TokaError as error:
             self._hub.engine.reject(self._sink, submit.handle, error)
             return
-        except Exception as error:  # an error of one request must not end the session
-            log.error("a request could not be read", request_id=message.request_id, exc_info=error)
-            self._hub.engine.reject(self._sink, submit.handle, Internal.logged())
-            return
-        self._hub.engine.submit(request)
+        if request is not None:
+            self._hub.engine.submit(request)
+
+    async def _read_submit(self, submit: session_pb2.Submit) -> Request | None:
+        """Return the request to submit, or None if it has finished or its grammar is being checked."""
+        message, model = submit.request, self._model
+        model.check_name(message.model)
+        if message.output.text:
+            raise InvalidRequest("a session returns token ids only: leave text unset", field="output.text")
+        tokens = await read_prompt(message, model)
+        await cache_long_text(message.sampling)
+        request = read_request(message, tokens, model, sink=self._sink, handle=submit.handle)
+        self._pending.check_handles(request)
+        self._traces.begin(request)
+        if (finish := finish_of(request, model)) is not None:
+            self._mailbox.put(Accepted(request))
+            self._mailbox.put(Delta(0, finished=[finish]))
+            return None
+        if grammar := request.sampling.grammar:
+            name = name_of(message.sampling.grammar)
+            if not self._grammar_checker.is_cached(grammar):
+                self._pending.begin(request, name)
+                return None
+            await self._grammar_checker.check(grammar, name)  # returns at once
+        return request
 
 
 def _check_submits(message: session_pb2.Submits) -> None:

@@ -1,9 +1,11 @@
 """State that the packages of the core share: the queue, which outlives workers, and the pool of one worker."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
+from services.common.boundaries import errors_to
 from services.scheduler.core.counters import STEP_SIZES, Counters
 from services.scheduler.core.memory.pages import PagePool
 from services.scheduler.core.memory.prefix_tree import PrefixTree
@@ -41,6 +43,10 @@ class Queue:
         self.steps_by_tokens = [0] * STEP_SIZES  # entry i: steps of at most 2^i tokens; last entry: all larger steps
         self.steps_ahead = policy.steps_ahead  # limit of plans in flight
         self.step_cost = STEP_COST  # fixed cost of a step, in tokens; measured by the step loop
+
+    def ending_on_error(self, request: Request) -> errors_to:
+        """Return a context manager that ends ``request`` before the next plan if its block raises."""
+        return errors_to(partial(self.broken.setdefault, request))
 
 
 class Pool:

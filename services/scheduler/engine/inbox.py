@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from services.common.boundaries import errors_to
+
 Call = Callable[[], None]
 T = TypeVar("T")
 
@@ -39,10 +41,8 @@ class Inbox:
 
         def run() -> None:
             if future.set_running_or_notify_cancel():
-                try:
+                with errors_to(future.set_exception):  # an error of the caller must not end the loop
                     future.set_result(call())
-                except Exception as error:  # an error of the caller must not end the loop
-                    future.set_exception(error)
 
         self.put(run)
         return future

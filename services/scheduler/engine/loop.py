@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import structlog
 
+from services.common.boundaries import errors_to
 from services.common.errors import TokaError
 from services.common.plan.codec import encode_plan
 from services.scheduler.core.future.admission import PageForecast, forecast_pages
@@ -143,7 +144,7 @@ class EngineLoop:
     # -- on the loop's thread
 
     def _run(self) -> None:
-        try:
+        with errors_to(self._fail, BaseException):
             while not self._stopping:
                 self._stats.changed |= self._inbox.run_once(self._until_due(), lambda: self._worker_waits)
                 self._core.end_overdue(time.monotonic_ns() // 1_000_000)
@@ -155,9 +156,10 @@ class EngineLoop:
                 self._stages.reported()
                 self._deliver_events()
                 self._stages.delivered()
-        except BaseException as error:
-            log.error("the step loop failed", exc_info=error)
-            self._failed(error)
+
+    def _fail(self, error: BaseException) -> None:
+        log.error("the step loop failed", exc_info=error)
+        self._failed(error)
 
     @property
     def _worker_waits(self) -> bool:

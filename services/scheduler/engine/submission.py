@@ -5,7 +5,8 @@ import time
 
 import structlog
 
-from services.common.errors import Internal, TokaError, Unavailable
+from services.common.boundaries import errors_as_internal
+from services.common.errors import TokaError, Unavailable
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.events import Accepted, Rejected
@@ -17,18 +18,16 @@ log = structlog.get_logger(__name__)
 def submit_request(core: Scheduler, request: Request, *, draining: bool = False) -> Accepted | Rejected:
     """Submit ``request`` to the core. Return the event for its sink. Runs on the step loop's thread."""
     try:
-        if draining:
-            raise Unavailable(
-                "this scheduler is draining and accepts no new requests; send it to another", reason="DRAINING"
-            )
-        if not core.state.attached:
-            raise Unavailable("the worker has not connected yet; try again")
-        core.submit(request, time.monotonic_ns())
+        with errors_as_internal(log, "a request could not be queued", request_id=request.request_id):
+            if draining:
+                raise Unavailable(
+                    "this scheduler is draining and accepts no new requests; send it to another", reason="DRAINING"
+                )
+            if not core.state.attached:
+                raise Unavailable("the worker has not connected yet; try again")
+            core.submit(request, time.monotonic_ns())
     except TokaError as error:
         return Rejected(request.handle, error)
-    except Exception as error:  # an error of one request must not affect others
-        log.error("a request could not be queued", request_id=request.request_id, exc_info=error)
-        return Rejected(request.handle, Internal.logged())
     if _logger.isEnabledFor(logging.DEBUG):  # much faster than calling ``log.debug``
         log.debug(
             "request accepted",

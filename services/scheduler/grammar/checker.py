@@ -4,10 +4,11 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import structlog
 
+from services.common.boundaries import errors_to
 from services.common.errors import InvalidRequest, Overloaded, Unavailable
 from services.scheduler.grammar.compiler import Compiler, GrammarLimits
 from services.scheduler.grammar.fair_queue import FairQueue
@@ -125,12 +126,8 @@ class GrammarChecker:
         self._run_next()
 
     async def _run(self, check: _Check) -> None:
-        try:
+        with errors_to(partial(_not_checked, check)):
             reason = await self._compile(check.grammar)
-        except Exception as error:
-            log.warning("a grammar could not be checked", reason=str(error))
-            _fail(check, error)
-        else:
             self._known[check.key] = reason
             if len(self._known) > _KNOWN:
                 self._known.popitem(last=False)
@@ -148,6 +145,11 @@ class GrammarChecker:
             self._busy.discard(compiler)
             if compiler.alive:
                 self._idle.append(compiler)
+
+
+def _not_checked(check: _Check, error: Exception) -> None:
+    log.warning("a grammar could not be checked", reason=str(error))
+    _fail(check, error)
 
 
 def _fail(check: _Check, error: Exception) -> None:

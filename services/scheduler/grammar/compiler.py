@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import structlog
 
+from services.common.boundaries import undo_on_error_async
 from services.common.errors import Unavailable
 from services.common.process.children import module_command, module_environment
 from services.common.process.service import PARENT_PID
@@ -49,17 +50,13 @@ class Compiler:
             env=module_environment(os.environ) | {PARENT_PID: str(os.getpid())},
         )  # fmt: skip
         compiler = cls(process, limits)
-        try:
-            reason = await asyncio.wait_for(compiler._read(), _START_S)
-        except (TimeoutError, asyncio.IncompleteReadError):
-            await compiler.close()
-            raise Unavailable("the process that checks grammars did not start; try again") from None
-        except BaseException:
-            await compiler.close()
-            raise
-        if reason:
-            await compiler.close()
-            raise Unavailable(f"grammars cannot be checked: {reason}")
+        async with undo_on_error_async(compiler.close):
+            try:
+                reason = await asyncio.wait_for(compiler._read(), _START_S)
+            except (TimeoutError, asyncio.IncompleteReadError):
+                raise Unavailable("the process that checks grammars did not start; try again") from None
+            if reason:
+                raise Unavailable(f"grammars cannot be checked: {reason}")
         return compiler
 
     @property

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import structlog
 from google.protobuf.proto import serialize_length_prefixed
 
+from services.common.boundaries import errors_to
 from services.common.errors import InvalidRequest
 from services.common.host.private_files import warn_if_shared
 from services.scheduler.record.message_sizes import plan_size, result_size
@@ -141,7 +142,7 @@ class Recorder:
 
     def _write_all(self) -> None:
         file: BinaryIO | None = None
-        try:
+        with errors_to(lambda error: self._fail(file, error)):
             while (entry := self._waiting.get()) is not None:
                 kind, fields, size = entry
                 if kind == "connected":
@@ -161,8 +162,6 @@ class Recorder:
             if file is not None:
                 _append(record_pb2.Record(disconnected={"reason": "the scheduler stopped"}), file)
                 file.close()
-        except Exception as error:
-            self._fail(file, error)
 
     def _open(self) -> BinaryIO:
         now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")

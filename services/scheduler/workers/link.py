@@ -13,6 +13,7 @@ import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.common.boundaries import errors_to
 from services.common.plan.codec import decode_result
 from services.common.rpc.channel import PLAIN, Dialer
 from services.scheduler.workers import heartbeat
@@ -98,16 +99,19 @@ class WorkerLink:
         return call
 
     def _run(self) -> None:
+        with errors_to(self._fail):
+            self._connect_forever()
+
+    def _fail(self, error: Exception) -> None:
+        """End the scheduler, since the link does not reconnect: for example, there is no memory or thread left."""
+        if not self._stopping.is_set():
+            log.error("the link to the worker failed", exc_info=error)
+            self._on_unusable(f"the link to the worker failed: {error!r}")
+
+    def _connect_forever(self) -> None:
         backoff = _FIRST_BACKOFF_S
         while not self._stopping.is_set():
-            try:
-                reason, was_up = self._connect_once()
-            except Exception as error:  # for example, no memory or threads; the link would not reconnect
-                if self._stopping.is_set():
-                    return
-                log.error("the link to the worker failed", exc_info=error)
-                self._on_unusable(f"the link to the worker failed: {error!r}")
-                return
+            reason, was_up = self._connect_once()
             if was_up:
                 backoff = _FIRST_BACKOFF_S
             self._report(reason, was_up=was_up)

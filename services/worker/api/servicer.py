@@ -1,11 +1,13 @@
 """The gRPC service: passes the plans of one stream at a time to the engine. Calls run on gRPC's threads."""
 
+import contextlib
 import threading
 from collections.abc import Iterator
 
 import grpc
 import structlog
 
+from services.common.boundaries import errors_to
 from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
 from services.worker.api.stream import Stream, Superseded
 from services.worker.engine.engine import Engine
@@ -107,17 +109,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return stream
 
     def _receive(self, requests: Iterator[worker_pb2.RunStepsRequest], stream: Stream) -> None:
-        try:
+        with errors_to(stream.fail), contextlib.suppress(grpc.RpcError):  # the client is gone: the stream is closed
             for request in requests:
                 if stream.closed:
                     return
                 for plan in stream.plans_of(request):
                     self._engine.submit(stream, plan)
-        except grpc.RpcError:
-            pass  # the client has disconnected, which closes the stream
-        except Exception as error:
-            stream.fail(error)
-        else:
             self._engine.finish(stream)
 
     def _close(self, stream: Stream) -> None:

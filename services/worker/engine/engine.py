@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import structlog
 
+from services.common.boundaries import errors_to
 from services.common.errors import FailedPrecondition, Internal, InvalidRequest, TokaError
 from services.common.plan.codec import decode_plan, encode_result
 from services.common.process.tracing import Tracing
@@ -124,7 +125,8 @@ class Engine:
 
     def _serve(self) -> None:
         made: Booted | None = None
-        try:
+        errors: list[BaseException] = []
+        with errors_to(errors.append, BaseException):
             made = self._boot()
             self._runner, self._group = made.runner, made.group
             answering = threading.Thread(target=self._answer_all, name="answers", daemon=True)
@@ -138,18 +140,15 @@ class Engine:
                 del self._busy_since["compute"]
             self._replies.put(None)
             answering.join()
-            outcome = self._broken
-        except BaseException as error:
-            outcome = error
-        if outcome is not None and self._group is not None:
-            self.end(self._group.cause(outcome))  # the process exits, so the runner stays open
+            if self._broken is not None:
+                raise self._broken
+        if errors and self._group is not None:
+            self.end(self._group.cause(errors[0]))  # the process exits, so the runner stays open
             return
-        try:
+        with errors_to(errors.append, BaseException):  # the futures are set even if the device fails now
             if made is not None and self._broken is None:
                 made.runner.close()
-        except BaseException as error:  # a device that fails while it is closed must not keep the futures open
-            outcome = outcome or error
-        self.end(outcome)
+        self.end(errors[0] if errors else None)
 
     def _stop_receiving(self, client: Client | None, *, refused: bool = False) -> None:
         """Accept no more plans from ``client``, and report to the other ranks how many run here. Holds the lock.
@@ -227,15 +226,17 @@ class Engine:
 
     def _answer_all(self) -> None:
         """Call clients with results, as the device completes them. Runs in the answering thread."""
-        try:
+        with errors_to(self._break, BaseException):
             while (reply := self._replies.get()) is not None:
                 self._busy_since["answers"] = time.monotonic()
                 reply()
                 del self._busy_since["answers"]
-        except BaseException as error:
-            self._broken = error
-            self._work.put(None)
-            log.error("cannot send the result of a step", exc_info=error)
+
+    def _break(self, error: BaseException) -> None:
+        """End the compute thread after the answering thread failed."""
+        self._broken = error
+        self._work.put(None)
+        log.error("cannot send the result of a step", exc_info=error)
 
 
 def _settle(future: "asyncio.Future[Any]", value: object, error: BaseException | None) -> None:

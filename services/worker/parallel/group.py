@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from services.common.boundaries import undo_on_error
 from services.worker.described.ranks import Ranks
 from services.worker.parallel import operators, overlap, peer_memory
 from services.worker.parallel.agreement import Agreement
@@ -82,7 +83,7 @@ class RankGroup:
             dist.init_process_group(
                 "gloo", store=self._store, rank=ranks.index, world_size=ranks.size, timeout=timedelta(seconds=start_s)
             )
-            try:
+            with undo_on_error(self._leave):
                 self._connect(device)
                 # All stages choose the same strategies, since the steps of the rehearsal depend on them.
                 self.shares_memory: bool = bool(self.least(self.shares_memory))
@@ -92,9 +93,6 @@ class RankGroup:
                 store = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs do not have it
                 self.agreement = Agreement(store, ranks, self._watch)
                 self.incarnation_id = self._same_for_all("incarnation_id", uuid.uuid4().hex)
-            except BaseException:
-                self._leave()
-                raise
 
     def _connect(self, device: torch.device) -> None:
         """Make all groups. Every rank makes every group in the same order, by which torch identifies them."""

@@ -4,9 +4,11 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 from llguidance import LLMatcher
 
+from services.common.boundaries import errors_to
 from services.common.errors import InvalidRequest
 from services.common.text.grammar import Grammars
 from services.worker.sampling.grammar_state import FORBIDDEN_TOKENS
@@ -73,12 +75,8 @@ class Matchers:
             if all(made.cancelled() for made in self._waiting.pop(start)):
                 start.cancel()
                 return
-        try:
+        with errors_to(partial(_fail, start, "it cannot be compiled"), BaseException):
             start.set_result(self._grammars.matcher(grammar))
-        except InvalidRequest as error:
-            start.set_exception(error)
-        except BaseException as error:  # fails one sequence instead of the worker
-            start.set_exception(InvalidRequest(f"it cannot be compiled: {error}"))
 
     def _submit_copy(self, generated: list[int], made: _Made, start: _Start) -> None:
         if start.cancelled():
@@ -93,12 +91,8 @@ class Matchers:
         """Copy the matcher of ``start`` on the copying thread, and set the result of ``made``."""
         if not made.set_running_or_notify_cancel():
             return
-        try:
+        with errors_to(partial(_fail, made, "it cannot be begun"), BaseException):
             made.set_result(self._advanced(start.result(), generated))
-        except InvalidRequest as error:
-            made.set_exception(error)
-        except BaseException as error:
-            made.set_exception(InvalidRequest(f"it cannot be begun: {error}"))
 
     def _advanced(self, start: LLMatcher, generated: list[int]) -> LLMatcher | None:
         if not self._grammars.ends.isdisjoint(generated):
@@ -122,3 +116,8 @@ def _thread(name: str) -> ThreadPoolExecutor:
     finally:
         threading.stack_size(before)
     return pool
+
+
+def _fail(future: "Future[Any]", what: str, error: BaseException) -> None:
+    """Fail one sequence instead of the worker."""
+    future.set_exception(error if isinstance(error, InvalidRequest) else InvalidRequest(f"{what}: {error}"))

@@ -1,6 +1,5 @@
 """The stored conversation that a request continues, and the storage of its response."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -9,13 +8,14 @@ import orjson
 import structlog
 from pydantic import TypeAdapter
 
-from services.common.errors import AlreadyExists, InvalidRequest, InvalidValue, NotFound, TokaError
+from services.common.errors import InvalidRequest, InvalidValue, NotFound, TokaError
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.messages import MAX_MESSAGES
 from services.gateway.openai.responses.body import ResponsesBody
 from services.gateway.openai.responses.input_items import Item, ItemReference
 from services.gateway.openai.responses.items import response_of
 from services.gateway.openai.responses.stored_items import all_stored, outputs, without_logprobs
+from services.gateway.openai.storing import try_to_store
 from services.gateway.store.background import finish_shielded
 from services.gateway.store.conversations import Addition, Conversations
 from services.gateway.store.responses import RUNNING, Responses
@@ -26,7 +26,6 @@ log = structlog.get_logger(__name__)
 # Maximum size of the earlier turns as JSON. Each response stores a copy of them, so a small request could store much.
 MAX_EARLIER_BYTES = 4 * 1024 * 1024
 MAX_REFERENCED = 1024  # responses whose items one request may refer to
-_TIMEOUT_S = 10.0  # of the store when a response is kept
 
 _ITEMS = TypeAdapter(list[Item])
 
@@ -48,18 +47,8 @@ class Keeper:
 
         The client gets the response in any case.
         """
-        try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                await self._keep(response)
-            return
-        except AlreadyExists:
-            return  # an earlier try of this request stored it
-        except (TokaError, TimeoutError) as error:
-            reason = str(error) or f"took {_TIMEOUT_S:.0f} s"
-            log.warning("response not stored", id=response["id"], reason=reason)
-        except Exception:
-            log.exception("response not stored", id=response["id"])
-        response |= {"store": False, "conversation": None}
+        if not await try_to_store("response", response["id"], self._keep(response)):
+            response |= {"store": False, "conversation": None}
 
     def addition(self, response: dict[str, Any]) -> Addition | None:
         """Return the items that ``response`` adds to its conversation, or None if it failed or was cancelled."""

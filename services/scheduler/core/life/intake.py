@@ -4,6 +4,7 @@ from itertools import count
 
 import numpy as np
 
+from services.common.boundaries import undo_on_error
 from services.common.errors import AlreadyExists, InvalidRequest, Overloaded
 from services.common.plan.types import SamplingSettings
 from services.scheduler.core.future.estimate import steps_until_released
@@ -38,11 +39,8 @@ class Intake:
         except (InvalidRequest, AlreadyExists, Overloaded):
             state.queue.counters.requests_rejected += 1
             raise
-        try:
+        with undo_on_error(self._undo_enqueue, request, handles):
             self._enqueue(request, handles, now_ns)
-        except BaseException:
-            self._undo_enqueue(request, handles)
-            raise
         state.queue.counters.requests_accepted += 1
         state.queue.counters.prompt_tokens += request.prompt_tokens
 

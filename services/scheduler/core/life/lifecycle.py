@@ -173,14 +173,14 @@ class Lifecycle:
         if not request.unfinished:
             state.queue.requests.pop(request.request_id, None)
             request.samples.clear()  # breaks a reference cycle, which would stay in memory for minutes
-        try:
+        finish = None
+        with state.queue.ending_on_error(request):
             if request.share is not None and not request.waiting:
                 self.shares.end(request)
             if not request.unfinished and request.automaton is not None:
                 state.queue.matcher.release(request.automaton)
             finish = finish_of(ending)
-        except Exception as error:
-            state.queue.broken.setdefault(request, error)
+        if finish is None:
             finish = Finish(sample.handle, FinishReason.ERROR, request.prompt_tokens, error=Internal.logged())
         state.queue.outbox.finish(request.sink, finish)
 
@@ -239,10 +239,8 @@ class Lifecycle:
 
     def _keep_tokens(self, sample: Sample) -> None:
         """Store the tokens of a sample that will be admitted again."""
-        try:
+        with self._state.queue.ending_on_error(sample.request):  # without its tokens it would repeat them
             self._copy_tokens(sample)
-        except Exception as error:  # the request ends: without its tokens it would repeat them
-            self._state.queue.broken.setdefault(sample.request, error)
 
     def _copy_tokens(self, sample: Sample) -> None:
         state, slots, slot = self._state, self._state.pool.slots, sample.slot
@@ -303,7 +301,5 @@ class Lifecycle:
             pages = slots.table[slot, start:end].copy()
             tokens = state.pool.pages.tokens[pages[0]]
             request = slots.samples[slot].request
-            try:
+            with state.queue.ending_on_error(request):  # the pages stay its own
                 slots.node[slot] = tree.extend(node, tokens, request.salt, pages, ready_step)
-            except Exception as error:  # the pages stay its own
-                state.queue.broken.setdefault(request, error)

@@ -140,11 +140,9 @@ class Prefill:
                 budget, room = budget - 1, room - 1
                 continue
             looked_up += sample.given
-            try:
+            entry = None
+            with self._state.queue.ending_on_error(request):
                 entry = self._entry(plan, sample, claimed)
-            except Exception as error:
-                self._state.queue.broken.setdefault(request, error)
-                entry = None
             if entry is None:
                 later.add(request)
                 continue
@@ -255,11 +253,10 @@ class Prefill:
         """Return the entries that can be admitted, and what goes into their slots."""
         prepared: list[Prepared | None] = []
         for entry in entries:
-            try:
-                prepared.append(self._lifecycle.prepare(entry))
-            except Exception as error:
-                self._state.queue.broken.setdefault(entry.samples[0].request, error)
-                prepared.append(None)
+            ready = None
+            with self._state.queue.ending_on_error(entry.samples[0].request):
+                ready = self._lifecycle.prepare(entry)
+            prepared.append(ready)
         if None in prepared:
             sound = [each is not None for each in prepared]
             rows = np.repeat(sound, [len(entry.samples) for entry in entries])

@@ -41,15 +41,13 @@ class Results:
         late_enough = known >= slots.min_known[rows]
         state.queue.outbox.tokens(result, slots.sink[rows], slots.handle[rows])
         for row in (matched & ~late_enough).nonzero()[0].tolist():
-            try:
+            with state.queue.ending_on_error(slots.samples[rows[row]].request):
                 self._pass_over(int(rows[row]), int(before[row]), int(tokens[row]))
-            except Exception as error:
-                self._blame(int(rows[row]), error)
         by_token, by_string = in_set & late_enough, matched & late_enough
         endings = []
         for row in (by_token | by_string | (known >= slots.limit[rows])).nonzero()[0].tolist():
             sample, token = slots.samples[rows[row]], int(tokens[row])
-            try:
+            with state.queue.ending_on_error(sample.request):
                 if by_token[row]:
                     endings.append(Ending(sample, FinishReason.STOP, stop_token_id=token))
                 elif by_string[row]:
@@ -57,8 +55,6 @@ class Results:
                     endings.append(Ending(sample, FinishReason.STOP, stop_string=match))
                 else:
                     endings.append(Ending(sample, FinishReason.LENGTH))
-            except Exception as error:
-                self._blame(int(rows[row]), error)
         if endings:
             self._lifecycle.finish(endings)
 
@@ -68,10 +64,9 @@ class Results:
         for scored in result.scored:
             slot = scored.slot
             if slots.active[slot] and slots.admitted_step[slot] <= result.step:
-                try:
-                    self._output_scores(slots.samples[slot].request, scored)
-                except Exception as error:
-                    self._blame(slot, error)
+                request = slots.samples[slot].request
+                with self._state.queue.ending_on_error(request):
+                    self._output_scores(request, scored)
 
     def _output_scores(self, request: Request, scored: ScoredTokens) -> None:
         sent = request.scored + 1 - scored.start  # number of the first tokens that were output before
@@ -109,10 +104,6 @@ class Results:
         """Move the automaton past a stop string that does not count, because it ended before ``min_tokens``."""
         automaton = self._state.pool.slots.samples[slot].request.automaton
         self._state.pool.slots.stop_state[slot] = self._state.queue.matcher.pass_over(automaton, state_before, token)
-
-    def _blame(self, slot: int, error: Exception) -> None:
-        """Record an unexpected error in one sequence, which ends only its request."""
-        self._state.queue.broken.setdefault(self._state.pool.slots.samples[slot].request, error)
 
     def _fail(self, result: StepResult) -> None:
         slots = self._state.pool.slots

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from services.common.boundaries import undo_on_error
 from services.worker.attention.base import PreallocatedAttentionStep, RotatingAttentionStep
 from services.worker.attention.compiled import deactivate
 from services.worker.attention.cuda import CudaAttention
@@ -210,12 +211,9 @@ def capture_between(
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         cuts.begin()
-        try:
+        with undo_on_error(cuts.abandon):
             outcome = launches(cuts)
             cuts.end()
-        except BaseException:
-            cuts.abandon()
-            raise
     torch.cuda.synchronize()
     return cuts.replay, borrowed(outcome)
 
