@@ -45,9 +45,10 @@ from bench.traces import (
 )
 from services.common.config import from_command_line
 from services.common.flags import Config, Int
+from services.common.plan.types import WorkerLimits
 from services.scheduler.core.future.admission import Admission, forecast_running
 from services.scheduler.core.future.forecast import Sequences
-from services.scheduler.core.request import AdmissionMode, WorkerShape
+from services.scheduler.core.request import AdmissionMode
 
 STEADY = 0.9  # of the samples
 
@@ -73,7 +74,7 @@ class BenchConfig(Config):
         }
         return [make() for name, make in made.items() if self.trace in (name, "all")]
 
-    def shape(self) -> WorkerShape:
+    def shape(self) -> WorkerLimits:
         return worker_shape(
             self.page_size,
             self.kv_cache_num_tokens // self.page_size,
@@ -82,8 +83,10 @@ class BenchConfig(Config):
         )
 
 
-def worker_shape(page_size: int, pages: int, slots: int, tokens_per_step: int) -> WorkerShape:
-    return WorkerShape(page_size, pages, slots, tokens_per_step, LONGEST_PROMPT + LONGEST_ANSWER, VOCAB_SIZE)
+def worker_shape(page_size: int, pages: int, slots: int, tokens_per_step: int) -> WorkerLimits:
+    return WorkerLimits(
+        page_size, pages, slots, tokens_per_step, LONGEST_PROMPT + LONGEST_ANSWER, VOCAB_SIZE, hydragen=True
+    )
 
 
 class StaticAdmission(Admission):
@@ -148,7 +151,7 @@ class Outcome:
         }
 
 
-def simulate(trace: Trace, shape: WorkerShape, mode: AdmissionMode, admission: type[Admission] = Admission) -> Outcome:
+def simulate(trace: Trace, shape: WorkerLimits, mode: AdmissionMode, admission: type[Admission] = Admission) -> Outcome:
     """Run a trace to its end."""
     started, rows = time.perf_counter(), []
     simulation = Simulation(trace, shape, mode, admission)
@@ -167,7 +170,7 @@ def simulate(trace: Trace, shape: WorkerShape, mode: AdmissionMode, admission: t
     )
 
 
-POLICIES: dict[str, Callable[[Trace, WorkerShape], Outcome]] = {
+POLICIES: dict[str, Callable[[Trace, WorkerLimits], Outcome]] = {
     "static": lambda trace, shape: simulate(trace, shape, AdmissionMode.GUARANTEED, StaticAdmission),
     "guaranteed": lambda trace, shape: simulate(trace, shape, AdmissionMode.GUARANTEED),
     "predicted": lambda trace, shape: simulate(trace, shape, AdmissionMode.PREDICTED),

@@ -14,12 +14,12 @@ from pydantic import Field
 from bench.server import report
 from services.common.config import from_command_line
 from services.common.flags import Config, Int
-from services.common.plan.types import SamplingSettings
+from services.common.plan.types import SamplingSettings, WorkerLimits
 from services.scheduler.core.future.admission import Admission, forecast_running, running_sequences
 from services.scheduler.core.future.forecast import Sequences
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.queue.lengths import MOST_CLASSES
-from services.scheduler.core.request import AdmissionMode, Request, WorkerShape
+from services.scheduler.core.request import AdmissionMode, Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.state import State
 
@@ -36,7 +36,8 @@ class BenchConfig(Config):
 
 def running_state(sequences: int, prompts: int, guaranteed: bool) -> State:
     """Return the state of a core in which all sequences run and have different ages."""
-    shape = WorkerShape(PAGE_SIZE, 4 * sequences * STEPS_AHEAD // PAGE_SIZE, sequences, 4 * sequences, 16384, 2048)
+    pages = 4 * sequences * STEPS_AHEAD // PAGE_SIZE
+    shape = WorkerLimits(PAGE_SIZE, pages, sequences, 4 * sequences, 16384, 2048, hydragen=True)
     mode = AdmissionMode.GUARANTEED if guaranteed else AdmissionMode.PREDICTED
     core = Scheduler([b"a"] * shape.vocab_size, shape.vocab_size, Policy(max_queued=10**9, mode=mode))
     core.open_sink(1)

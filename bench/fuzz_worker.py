@@ -22,7 +22,7 @@ from bench.random_plans import Expected, RandomPlans
 from bench.server import report
 from services.common.config import from_command_line
 from services.common.flags import Config, Int
-from services.common.plan.types import Limits
+from services.common.plan.types import WorkerLimits
 from services.worker.step.output import StepOutput
 
 _MIB = 2**20
@@ -44,7 +44,7 @@ class FuzzConfig(Config):
 class Answers:
     """A checker of results. The feeder's thread calls it in the order of the plans."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: WorkerLimits) -> None:
         self.problems: list[str] = []
         self.count = self.tokens = 0
         self._limits = limits

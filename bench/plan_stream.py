@@ -9,7 +9,7 @@ import numpy as np
 
 from bench.local_worker import refuse
 from services.common.plan.codec import decode_plan
-from services.common.plan.types import NO_GROUPS, Admission, Batch, Groups, Limits, Plan, SamplingSettings
+from services.common.plan.types import NO_GROUPS, Admission, Batch, Groups, Plan, SamplingSettings, WorkerLimits
 from services.scheduler.record.reader import Recording, RecordingError, find_recordings
 from tokasaurus.common.v1.sampling_pb2 import Sampling
 from tokasaurus.worker.v1 import plan_pb2
@@ -31,7 +31,7 @@ class MadeUp:
         """Return an upper bound of the pages that ``steps`` steps need."""
         return self.groups * (self.prefix // page_size) + self.rows * -(-(2 * self.own + steps) // page_size)
 
-    def plans(self, steps: int, limits: Limits) -> Iterator[Plan]:
+    def plans(self, steps: int, limits: WorkerLimits) -> Iterator[Plan]:
         """Yield the plans. The first admits all sequences, with all tokens but the last taken as cached."""
         size, rows = limits.page_size, self.rows
         random = np.random.default_rng(0)
@@ -90,7 +90,7 @@ class RecordedStream:
             "max_tokens_per_forward": info.max_tokens_per_step,
         }
 
-    def check(self, limits: Limits) -> None:
+    def check(self, limits: WorkerLimits) -> None:
         """Exit with status 2 if the plans exceed ``limits``."""
         info = self.info
         if limits.page_size != info.page_size:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from services.common.plan.types import NO_GROUPS, Batch, Groups, Limits
+from services.common.plan.types import NO_GROUPS, Batch, Groups, WorkerLimits
 
 _MOST_GROUPS = 64
 
@@ -13,7 +13,7 @@ def random_groups(
     table: np.ndarray,
     computed: np.ndarray,
     owned: np.ndarray,
-    limits: Limits,
+    limits: WorkerLimits,
 ) -> Groups:
     """Return groups of random rows that share pages, with random parts of their prefixes, in random order.
 

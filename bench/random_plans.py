@@ -6,7 +6,7 @@ import numpy as np
 
 from bench.random_groups import random_groups
 from bench.random_sampling import random_settings
-from services.common.plan.types import NO_GROUPS, NO_ROWS, Admission, Batch, Groups, Limits, Plan
+from services.common.plan.types import NO_GROUPS, NO_ROWS, Admission, Batch, Groups, Plan, WorkerLimits
 
 _POOLED_TOKENS = 1 << 16
 _SETTINGS = 2048
@@ -30,7 +30,7 @@ class RandomPlans:
     The number of running sequences varies between 1 and all slots, and most batches have few of them.
     """
 
-    def __init__(self, limits: Limits, seed: int) -> None:
+    def __init__(self, limits: WorkerLimits, seed: int) -> None:
         self._limits, self._random = limits, np.random.default_rng(seed)
         self._tokens = self._random.integers(0, limits.vocab_size, _POOLED_TOKENS)
         self._settings = [random_settings(self._random, limits) for _ in range(_SETTINGS)]

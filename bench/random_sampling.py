@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from services.common.plan.types import Limits, SamplingSettings
+from services.common.plan.types import SamplingSettings, WorkerLimits
 from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 _MOST_BIASES = 300
 
 
-def random_settings(random: np.random.Generator, limits: Limits) -> SamplingSettings:
+def random_settings(random: np.random.Generator, limits: WorkerLimits) -> SamplingSettings:
     """Return random settings. Half of them are plain; the others have each feature with a probability of a third."""
 
     def on(chance: float = 0.33) -> bool:
@@ -36,7 +36,7 @@ def random_settings(random: np.random.Generator, limits: Limits) -> SamplingSett
     return SamplingSettings(parameters, logprobs=on(), top_logprobs=top_logprobs)
 
 
-def _biases(random: np.random.Generator, limits: Limits) -> tuple[list[int], list[float]]:
+def _biases(random: np.random.Generator, limits: WorkerLimits) -> tuple[list[int], list[float]]:
     count = min(int(np.exp(random.random() * np.log(_MOST_BIASES + 1))), limits.vocab_size)
     token_ids = random.choice(limits.vocab_size, count, replace=False)
     return token_ids.tolist(), random.uniform(-100, 100, count).tolist()

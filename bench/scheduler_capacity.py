@@ -24,14 +24,14 @@ from services.common.config import from_command_line
 from services.common.flags import Config, Float, Int
 from services.common.packed import read_fixed32
 from services.common.plan.codec import decode_result, encode_plan
-from services.common.plan.types import SamplingSettings
+from services.common.plan.types import SamplingSettings, WorkerLimits
 from services.common.rpc.channel import PLAIN
 from services.common.text.tokenizer import Tokenizer
 from services.launcher.readiness import grpc_ready
 from services.scheduler.api.encoding import encode_outputs
 from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.core.policy import Policy
-from services.scheduler.core.request import Request, WorkerShape
+from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.stopping.automaton import Automaton
 from tests.fakes.model import FakeModel, FakeShape
@@ -136,7 +136,7 @@ def stages(sequences: int, full: bool, steps: int = 200) -> dict[str, float]:
     shape, vocabulary = worker_shape(sequences, full), Tokenizer.load("builtin").vocabulary
     core = Scheduler(vocabulary.token_bytes, shape.vocab_size, Policy(max_queued=10**9))
     sizes = (shape.page_size, shape.page_count, shape.max_slots, shape.max_tokens_per_step)
-    core.attach(WorkerShape(*sizes, max_context_tokens=2048, vocab_size=shape.vocab_size))
+    core.attach(WorkerLimits(*sizes, max_context_tokens=2048, vocab_size=shape.vocab_size, hydragen=True))
     core.open_sink(1)
     model, automaton, spent = FakeModel(shape), Automaton(STOPS), defaultdict(float)
     handle = done = tokens = 0

@@ -6,12 +6,12 @@ import numpy as np
 
 from bench.traces import END, VOCAB_SIZE, Trace
 from services.common.plan.result import StepResult
-from services.common.plan.types import NO_ROWS, SamplingSettings
+from services.common.plan.types import NO_ROWS, SamplingSettings, WorkerLimits
 from services.common.plan.types import Admission as SlotAdmission
 from services.scheduler.core.future.admission import Admission
 from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.policy import Policy
-from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, Request, WorkerShape
+from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, Request
 from services.scheduler.core.scheduler import Scheduler
 from tokasaurus.common.v1.sampling_pb2 import Sampling
 
@@ -69,7 +69,7 @@ class Simulation:
     """
 
     def __init__(
-        self, trace: Trace, shape: WorkerShape, mode: AdmissionMode, admission: type[Admission] = Admission
+        self, trace: Trace, shape: WorkerLimits, mode: AdmissionMode, admission: type[Admission] = Admission
     ) -> None:
         self.lengths = trace.lengths
         self.finished = np.zeros(len(self.lengths), bool)  # by handle, the index of the sample in the trace

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.common.plan.types import NO_GROUPS, NO_ROWS, Batch, Groups, Limits, Plan
+from services.common.plan.types import NO_GROUPS, NO_ROWS, Batch, Groups, Plan, WorkerLimits
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StepSizes:
 class SizeTracker:
     """The lengths of a worker's slots after each plan. Plans must be valid."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: WorkerLimits) -> None:
         self._page_size = limits.page_size
         self._known, self._computed = np.zeros(limits.max_slots, np.int64), np.zeros(limits.max_slots, np.int64)
         self._batch: Batch = NO_ROWS

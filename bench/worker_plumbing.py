@@ -25,7 +25,7 @@ from bench.server import free_port, report
 from services.common.config import WorkerConfig, from_command_line
 from services.common.flags import Config, Int
 from services.common.plan.codec import encode_plan
-from services.common.plan.types import Batch, Limits, Plan
+from services.common.plan.types import Batch, Plan, WorkerLimits
 from services.common.process.service import Stop
 from services.scheduler.workers.link import WorkerLink
 from services.scheduler.workers.stream import ReceivedResult, WorkerStream
@@ -50,7 +50,7 @@ class Idle:
     """A runner whose host takes ``host_s`` for each step, and its device ``step_s``. Every token is 1."""
 
     def __init__(self, rows: int, step_s: float, host_s: float) -> None:
-        self.limits = Limits(16, 1024, rows, rows, 1024, 1000, 5)
+        self.limits = WorkerLimits(16, 1024, rows, rows, 1024, 1000, 5)
         self._host_s, self._step_s = host_s, step_s
         self._free = 0.0  # time at which the device will be idle
         slots = np.arange(rows)

@@ -208,7 +208,7 @@ class SchedulerServer:
                 f" into {policy.micro_batches} micro-batches, but the worker supports"
                 f" {max(1, info.max_micro_batches)} at most: lower pp_num_buffer_stages"
             )
-        self.model.set_shape(self.engine.shape_of(info))
+        self.model.set_shape(self.engine.limits_of(info))
 
     async def _unless_failed(self, waiting: Coroutine[Any, Any, Any]) -> None:
         """Wait for ``waiting``. Raises the failure of the scheduler if it comes first."""

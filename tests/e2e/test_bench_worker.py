@@ -13,13 +13,13 @@ from bench.random_plans import RandomPlans
 from bench.roofline import PARTS, Rates, least_ms
 from bench.step_sizes import SizeTracker, StepSizes
 from services.common.plan.codec import encode_plan
-from services.common.plan.types import NO_GROUPS, Limits
+from services.common.plan.types import NO_GROUPS, WorkerLimits
 from tests.fakes.model import FakeModel, FakeShape
 from tests.worker.small_models import small_config
 from tokasaurus.worker.v1 import record_pb2
 
 SHAPE = FakeShape(page_count=100, max_slots=8, max_tokens_per_step=64, max_context_tokens=200, hydragen=False)
-LIMITS = Limits(16, 100, 8, 64, 200, SHAPE.vocab_size, 20)
+LIMITS = WorkerLimits(16, 100, 8, 64, 200, SHAPE.vocab_size, 20)
 
 
 def write(path: Path, plans: int) -> None:

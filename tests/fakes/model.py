@@ -7,7 +7,7 @@ import numpy as np
 
 from services.common.packed import fill
 from services.common.plan.codec import decode_limits
-from services.common.plan.types import Limits
+from services.common.plan.types import WorkerLimits
 from services.scheduler.record.checker import PlanChecker
 from services.scheduler.record.hashes import next_hashes, prefix_hashes
 from services.scheduler.record.violation import Violation as Violation
@@ -56,7 +56,7 @@ class FakeShape:
         return self.pp_rank == self.pp_size - 1 and self.tp_rank == 0
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> WorkerLimits:
         """What plans must fit."""
         return decode_limits(self.worker_info())
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from services.common.model.files import read_card
+from services.common.plan.types import WorkerLimits
 from services.common.text.tokenizer import Tokenizer
 from services.scheduler.api.encoding import encode_load, encode_plan_event
 from services.scheduler.api.mailbox import MergedDelta
@@ -14,7 +15,7 @@ from services.scheduler.api.validation import read_request
 from services.scheduler.core.counters import Counters
 from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import PlannedStep
-from services.scheduler.core.request import AdmissionMode, Request, WorkerShape
+from services.scheduler.core.request import AdmissionMode, Request
 from services.scheduler.core.step.load import Load
 from services.scheduler.engine.events import PlanEvent
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
@@ -23,7 +24,7 @@ from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
 @pytest.fixture(scope="module")
 def model():
     served = ServedModel(read_card("builtin"), Tokenizer.load("builtin"), max_samples=8)
-    served.set_shape(WorkerShape(16, 64, 4, 64, 1024, 2048))
+    served.set_shape(WorkerLimits(16, 64, 4, 64, 1024, 2048))
     return served
 
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
 from services.common.plan.rules import check_plan
-from services.common.plan.types import NO_GROUPS, NO_ROWS, Groups, LastPlan, Limits, micro_batches
+from services.common.plan.types import NO_GROUPS, NO_ROWS, Groups, LastPlan, WorkerLimits, micro_batches
 from services.worker.step.slots import SlotTable
 from tests.worker.driver import Driver, admission, batch
 
-LIMITS = Limits(
+LIMITS = WorkerLimits(
     page_size=4,
     page_count=16,
     max_slots=6,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import FailedPrecondition, InvalidRequest
 from services.common.plan.group_rules import check_groups
-from services.common.plan.types import Admission, Batch, Groups, LastPlan, Limits
+from services.common.plan.types import Admission, Batch, Groups, LastPlan, WorkerLimits
 from services.worker.step.slots import SlotTable
 from tests.worker.driver import admission, batch, budget
 
@@ -159,7 +159,7 @@ def test_a_slot_is_released_and_admitted_in_one_plan(driver):
     assert output.sampled.slots.tolist() == [0]
 
 
-GROUP_LIMITS = Limits(
+GROUP_LIMITS = WorkerLimits(
     page_size=4,
     page_count=64,
     max_slots=12,

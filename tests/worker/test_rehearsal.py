@@ -7,27 +7,27 @@ import pytest
 import torch
 
 from services.common.plan.rules import check_plan
-from services.common.plan.types import LastPlan, Limits
+from services.common.plan.types import LastPlan, WorkerLimits
 from services.worker.boot import rehearsal
 from services.worker.runner.cuda.inputs import StepArrays, build, padded
 from services.worker.sampling.rows import RowPreparer, RowSlice
 from services.worker.step.slots import SlotTable
 
-USUAL = Limits(16, 1000, 64, 256, 4096, 500, 20, hydragen=True)
+USUAL = WorkerLimits(16, 1000, 64, 256, 4096, 500, 20, hydragen=True)
 LIMITS = {
     "usual": USUAL,
-    "one slot": Limits(16, 1000, 1, 256, 4096, 500, 20, hydragen=True),
-    "few tokens in a step": Limits(16, 1000, 64, 4, 4096, 500, 20, hydragen=True),
-    "one token in a step": Limits(16, 1000, 64, 1, 4096, 500, 20, hydragen=True),
-    "a cache of one page": Limits(16, 1, 64, 256, 16, 500, 20, hydragen=True),
-    "contexts of one token": Limits(16, 1, 64, 256, 1, 500, 20, hydragen=True),
-    "pages of one token": Limits(1, 1000, 64, 256, 1000, 500, 20, hydragen=True),
+    "one slot": WorkerLimits(16, 1000, 1, 256, 4096, 500, 20, hydragen=True),
+    "few tokens in a step": WorkerLimits(16, 1000, 64, 4, 4096, 500, 20, hydragen=True),
+    "one token in a step": WorkerLimits(16, 1000, 64, 1, 4096, 500, 20, hydragen=True),
+    "a cache of one page": WorkerLimits(16, 1, 64, 256, 16, 500, 20, hydragen=True),
+    "contexts of one token": WorkerLimits(16, 1, 64, 256, 1, 500, 20, hydragen=True),
+    "pages of one token": WorkerLimits(1, 1000, 64, 256, 1000, 500, 20, hydragen=True),
     "grammars": replace(USUAL, grammars=True),
-    "a small vocabulary": Limits(16, 1000, 64, 256, 4096, 7, 20, hydragen=True),
+    "a small vocabulary": WorkerLimits(16, 1000, 64, 256, 4096, 7, 20, hydragen=True),
 }
 
 
-def run(limits: Limits, series) -> list[tuple[StepArrays, tuple[RowSlice, ...]]]:
+def run(limits: WorkerLimits, series) -> list[tuple[StepArrays, tuple[RowSlice, ...]]]:
     """Every step of ``series`` as the host of a GPU prepares it."""
     found, preparer = [], RowPreparer(16, 16)
     for plans in series:

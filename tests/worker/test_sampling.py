@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.plan.types import Limits
+from services.common.plan.types import WorkerLimits
 from services.worker.sampling import sampler
 from services.worker.sampling.draw import draw
 from services.worker.sampling.sampler import sample
@@ -20,7 +20,7 @@ LOGITS = torch.linspace(2.0, -2.0, VOCAB).roll(5)  # the most likely token is 5
 
 def table_of(rows: list[dict], vocab: int = VOCAB) -> SlotTable:
     """Slot i samples with ``rows[i]``."""
-    limits = Limits(16, 8, len(rows), 64, 100, vocab, 20)
+    limits = WorkerLimits(16, 8, len(rows), 64, 100, vocab, 20)
     table = SlotTable(limits, torch.device("cpu"))
     for slot, sampling in enumerate(rows):
         table.admit(admission(slot, [1], [0], **sampling))
@@ -299,7 +299,7 @@ PENALTIES = {
 @pytest.mark.parametrize("penalties", PENALTIES.values(), ids=PENALTIES)
 def test_penalties_count_the_prompt_and_generated_tokens_as_they_should(penalties, prompt_tokens):
     """Seven tokens and one that was sampled since, in pages of four, as the cache keeps them."""
-    table = SlotTable(Limits(4, 8, 2, 64, 32, VOCAB, 20), torch.device("cpu"))
+    table = SlotTable(WorkerLimits(4, 8, 2, 64, 32, VOCAB, 20), torch.device("cpu"))
     given = admission(1, SAID, [6, 3], logprobs=True, top_logprobs=VOCAB, **penalties)
     table.admit(dataclasses.replace(given, prompt_tokens=prompt_tokens))
     table.admit(admission(0, SAID, [6, 3], logprobs=True, top_logprobs=VOCAB))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.plan.types import Limits
+from services.common.plan.types import WorkerLimits
 from services.worker.sampling.grammars import RowMasks
 from services.worker.sampling.sampler import sample
 from services.worker.step.noise import gumbel, row_keys
@@ -25,7 +25,7 @@ class Case:
     def __init__(self, rows: list[dict], vocab: int = VOCAB, seed: int = 0, spread: float = 3.0) -> None:
         count, generator = len(rows), torch.Generator().manual_seed(seed)
         self.vocab = vocab
-        self.table = SlotTable(Limits(PAGE, 3 * count, count, 64, 24, vocab, 20), torch.device("cpu"))
+        self.table = SlotTable(WorkerLimits(PAGE, 3 * count, count, 64, 24, vocab, 20), torch.device("cpu"))
         for slot, sampling in enumerate(rows):
             self.table.admit(admission(slot, range(8), [3 * slot + 2, 3 * slot], **sampling))
         self.tokens = torch.randint(vocab, (3 * count, PAGE), generator=generator, dtype=torch.int32)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.plan.types import NO_GROUPS, Batch, Groups, Limits
+from services.common.plan.types import NO_GROUPS, Batch, Groups, WorkerLimits
 from services.worker.runner.cuda.block import Layout, append, fill_in, fill_in_groups
 from services.worker.runner.cuda.inputs import Standing, build
 from services.worker.runner.cuda.state import NO_CHANGES, PageChanges
@@ -40,7 +40,7 @@ SETTINGS = st.fixed_dictionaries(
 @st.composite
 def decodes(draw):
     """A table, and slots that have one token to compute before they sample: the prompt's last, or one of their own."""
-    table, slots = SlotTable(Limits(PAGE, 64, SLOTS, 256, 64, 100, 5), CPU), draw(st.permutations(range(SLOTS)))
+    table, slots = SlotTable(WorkerLimits(PAGE, 64, SLOTS, 256, 64, 100, 5), CPU), draw(st.permutations(range(SLOTS)))
     slots = np.array(slots[: draw(st.integers(1, SLOTS))])
     for slot in slots.tolist():
         known = draw(st.integers(2, 20))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.plan.types import NO_GROUPS, Batch, Groups, Limits
+from services.common.plan.types import NO_GROUPS, Batch, Groups, WorkerLimits
 from services.worker.runner.cuda.inputs import build, fill_up, padded, split
 from services.worker.step.slots import SlotTable
 from tests.properties import examples
@@ -18,7 +18,7 @@ SLOTS = 8
 @st.composite
 def steps(draw):
     """A table of slots in any state, a batch over some of them, and groups of neighbouring rows in any order."""
-    table = SlotTable(Limits(PAGE, 64, SLOTS, 256, 64, 100, 5), torch.device("cpu"))
+    table = SlotTable(WorkerLimits(PAGE, 64, SLOTS, 256, 64, 100, 5), torch.device("cpu"))
     rows = draw(st.permutations(range(SLOTS)))[: draw(st.integers(1, SLOTS))]
     counts = []
     for slot in rows:

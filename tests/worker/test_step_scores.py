@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.plan.types import NO_GROUPS, Batch, Limits
+from services.common.plan.types import NO_GROUPS, Batch, WorkerLimits
 from services.worker.runner.cuda.inputs import build
 from services.worker.runner.cuda.scores import StepScores, find_runs
 from services.worker.sampling.prompt_logprobs import score_rows
@@ -28,7 +28,7 @@ PAGE, SLOTS = 4, 8
 @st.composite
 def steps(draw):
     """A table of slots in any state, some of which ask, and a batch over some of them."""
-    table = SlotTable(Limits(PAGE, 64, SLOTS, 256, 64, 100, 5), torch.device("cpu"))
+    table = SlotTable(WorkerLimits(PAGE, 64, SLOTS, 256, 64, 100, 5), torch.device("cpu"))
     rows, counts = draw(st.permutations(range(SLOTS)))[: draw(st.integers(1, SLOTS))], []
     for slot in rows:
         known, top = draw(st.integers(1, 12)), draw(st.sampled_from([None, 0, 3]))
@@ -72,7 +72,7 @@ def test_a_step_scores_what_a_walk_over_its_rows_gives(step):
 
 
 def test_a_sequence_whose_logits_are_not_numbers_fails():
-    table = SlotTable(Limits(PAGE, 64, SLOTS, 256, 64, 100, 5), torch.device("cpu"))
+    table = SlotTable(WorkerLimits(PAGE, 64, SLOTS, 256, 64, 100, 5), torch.device("cpu"))
     for slot in (1, 2):
         table.admit(admission(slot, [5, 6, 7], [slot], prompt_logprobs=slot))
     runs = find_runs(batch([1, 2], [3, 2]), table)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.common.plan.types import Admission, Limits
+from services.common.plan.types import Admission, WorkerLimits
 from services.common.plan.verdict import BrokenPlan, check_pages, check_tokens
 from services.common.sampling import out_of_range
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # the rules of plans import no messages
     from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 
-def check_admission(admission: Admission, field: str, limits: Limits) -> None:
+def check_admission(admission: Admission, field: str, limits: WorkerLimits) -> None:
     """Raise ``BrokenPlan`` for the first breach. ``field`` is the path of the admission."""
     slot, tokens, pages, cached = admission.slot, admission.token_ids, admission.pages, admission.cached_tokens
     if slot >= limits.max_slots:
@@ -53,7 +53,7 @@ def check_admission(admission: Admission, field: str, limits: Limits) -> None:
     _check_sampling(admission, f"{field}.sampling", limits)
 
 
-def _check_sampling(admission: Admission, field: str, limits: Limits) -> None:
+def _check_sampling(admission: Admission, field: str, limits: WorkerLimits) -> None:
     settings, slot, most = admission.sampling, admission.slot, limits.most_top_logprobs
     for name, value in (("top_logprobs", settings.top_logprobs), ("prompt_logprobs", settings.prompt_logprobs or 0)):
         if value > most:
@@ -83,7 +83,7 @@ def _check_sampling(admission: Admission, field: str, limits: Limits) -> None:
     _check_parameters(settings.parameters, f"{field}.parameters", slot, limits)
 
 
-def _check_parameters(parameters: "Sampling", field: str, slot: int, limits: Limits) -> None:
+def _check_parameters(parameters: "Sampling", field: str, slot: int, limits: WorkerLimits) -> None:
     if found := out_of_range(parameters):
         name, message = found
         raise BrokenPlan(f"{field}: {message}", field=f"{field}.{name}", slot=slot)

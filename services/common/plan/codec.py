@@ -7,16 +7,16 @@ import numpy as np
 from services.common.packed import fill, read_fixed32, read_float
 from services.common.plan.result import ScoredTokens, SlotFailure, StepResult, Timing
 from services.common.plan.top_logprobs import TopLogprobs
-from services.common.plan.types import Admission, Batch, Groups, Limits, Plan, SamplingSettings
+from services.common.plan.types import Admission, Batch, Groups, Plan, SamplingSettings, WorkerLimits
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
 _NONE = np.empty(0, np.int64)
 _FORBIDDEN = plan_pb2.FAILURE_CAUSE_FORBIDDEN_TOKENS
 
 
-def decode_limits(info: worker_pb2.WorkerInfo) -> Limits:
+def decode_limits(info: worker_pb2.WorkerInfo) -> WorkerLimits:
     """Return what plans for the worker must fit."""
-    return Limits(
+    return WorkerLimits(
         page_size=info.page_size,
         page_count=info.page_count,
         max_slots=info.max_slots,

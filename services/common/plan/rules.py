@@ -12,7 +12,7 @@ import numpy as np
 from services.common.plan.admission_rules import check_admission
 from services.common.plan.group_rules import check_groups
 from services.common.plan.slots import SlotState
-from services.common.plan.types import LastPlan, Limits, Plan
+from services.common.plan.types import LastPlan, Plan, WorkerLimits
 from services.common.plan.verdict import BrokenPlan, StalePlan, check_pages, has_repeats
 
 
@@ -25,7 +25,7 @@ class _After(NamedTuple):
     page_counts: np.ndarray
 
 
-def check_plan(plan: Plan, last: LastPlan, slots: SlotState, limits: Limits) -> None:
+def check_plan(plan: Plan, last: LastPlan, slots: SlotState, limits: WorkerLimits) -> None:
     """Raise ``BrokenPlan`` or ``StalePlan`` for the first breach of the contract.
 
     ``plan`` follows ``last`` and meets a worker in the state ``slots``, which is not changed.
@@ -49,7 +49,7 @@ def check_plan(plan: Plan, last: LastPlan, slots: SlotState, limits: Limits) -> 
         check_groups(now, plan.admissions, after.computed, slots, limits.page_size)
 
 
-def _check_micro_batches(plan: Plan, limits: Limits) -> None:
+def _check_micro_batches(plan: Plan, limits: WorkerLimits) -> None:
     rows, field = plan.micro_batch_rows, "plan.micro_batch_rows"
     most = limits.max_micro_batches
     if len(rows) > most:
@@ -63,7 +63,7 @@ def _check_micro_batches(plan: Plan, limits: Limits) -> None:
         raise BrokenPlan(f"micro_batch_rows of {sum(rows)} rows beside {given}", field=field)
 
 
-def _change(plan: Plan, slots: SlotState, limits: Limits) -> _After:
+def _change(plan: Plan, slots: SlotState, limits: WorkerLimits) -> _After:
     """Check releases, admissions and appends. Return the state that they leave."""
     used, known, computed, pages = slots.used, slots.known, slots.computed, slots.page_counts.copy()
     if plan.releases.size or plan.admissions:
@@ -103,7 +103,7 @@ def _change(plan: Plan, slots: SlotState, limits: Limits) -> _After:
     return _After(used, known, computed, pages)
 
 
-def _check_copies(plan: Plan, limits: Limits) -> None:
+def _check_copies(plan: Plan, limits: WorkerLimits) -> None:
     sources, targets = plan.copy_sources, plan.copy_targets
     if not (sources.size or targets.size):
         return
@@ -121,7 +121,7 @@ def _check_copies(plan: Plan, limits: Limits) -> None:
         raise BrokenPlan(f"page {both[0]} is copied from and onto in one plan", field="plan.copy_target_pages")
 
 
-def _check_new_batch(plan: Plan, limits: Limits) -> None:
+def _check_new_batch(plan: Plan, limits: WorkerLimits) -> None:
     assert plan.batch is not None
     rows, counts = plan.batch.slots, plan.batch.token_counts
     if len(counts) != len(rows):
@@ -140,7 +140,7 @@ def _check_new_batch(plan: Plan, limits: Limits) -> None:
         )
 
 
-def _check_rows(now: LastPlan, after: _After, limits: Limits) -> None:
+def _check_rows(now: LastPlan, after: _After, limits: WorkerLimits) -> None:
     """Check that the rows of the step can be computed."""
     rows, counts = now.batch.slots, now.batch.token_counts
     _check_slots(rows, after.used, "batch.slots", limits)
@@ -173,7 +173,7 @@ def _check_rows(now: LastPlan, after: _After, limits: Limits) -> None:
     )
 
 
-def _check_slots(slots: np.ndarray, used: np.ndarray, name: str, limits: Limits) -> None:
+def _check_slots(slots: np.ndarray, used: np.ndarray, name: str, limits: WorkerLimits) -> None:
     if slots.size == 0:
         return
     if slots.max() >= limits.max_slots:

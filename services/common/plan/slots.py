@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from services.common.plan.types import Admission, Limits
+from services.common.plan.types import Admission, WorkerLimits
 
 
 class SlotState:
@@ -13,7 +13,7 @@ class SlotState:
     ``computed == known - 1``.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: WorkerLimits) -> None:
         slots = limits.max_slots
         self.used = np.zeros(slots, bool)
         self.known, self.computed, self.given, self.page_counts = np.zeros((4, slots), np.int64)

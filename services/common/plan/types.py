@@ -123,7 +123,7 @@ class LastPlan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Limits:
+class WorkerLimits:
     """The sizes and capabilities of a worker that plans must fit: the fields of the same names in ``WorkerInfo``."""
 
     page_size: int
@@ -132,13 +132,23 @@ class Limits:
     max_tokens_per_step: int
     max_context_tokens: int
     vocab_size: int
-    max_top_logprobs: int
+    max_top_logprobs: int = 20
     hydragen: bool = False
     max_micro_batches: int = 1
     grammars: bool = False
     prompt_logprobs: bool = True
     processed_logprobs: bool = True
     thinking_budgets: bool = True
+
+    @property
+    def max_running(self) -> int:
+        """The most sequences that decode together. Each takes a token of every step."""
+        return min(self.max_slots, self.max_tokens_per_step)
+
+    @property
+    def pool_tokens(self) -> int:
+        """The number of tokens that the KV cache holds."""
+        return self.page_count * self.page_size
 
     @property
     def max_pages_per_slot(self) -> int:

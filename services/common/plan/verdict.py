@@ -3,7 +3,7 @@
 import numpy as np
 
 from services.common.errors import FailedPrecondition, InvalidRequest
-from services.common.plan.types import Limits
+from services.common.plan.types import WorkerLimits
 
 
 class BrokenPlan(InvalidRequest):
@@ -28,7 +28,7 @@ def has_repeats(values: np.ndarray) -> bool:
     return bool((ordered[1:] == ordered[:-1]).any())
 
 
-def check_pages(pages: np.ndarray, field: str, limits: Limits, slot: int | None = None) -> None:
+def check_pages(pages: np.ndarray, field: str, limits: WorkerLimits, slot: int | None = None) -> None:
     """Raise ``BrokenPlan`` if one of ``pages`` does not exist."""
     if pages.size and pages.max() >= limits.page_count:
         raise BrokenPlan(
@@ -36,7 +36,7 @@ def check_pages(pages: np.ndarray, field: str, limits: Limits, slot: int | None 
         )
 
 
-def check_tokens(tokens: np.ndarray, field: str, limits: Limits, slot: int | None = None) -> None:
+def check_tokens(tokens: np.ndarray, field: str, limits: WorkerLimits, slot: int | None = None) -> None:
     """Raise ``BrokenPlan`` if one of ``tokens`` is not in the vocabulary."""
     if tokens.size and tokens.max() >= limits.vocab_size:
         raise BrokenPlan(

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from services.common.errors import NotFound, Unavailable
 from services.common.model.files import ModelCard
+from services.common.plan.types import WorkerLimits
 from services.common.text.encoder import TextEncoder
 from services.common.text.thinking import ThinkingTokens
 from services.common.text.tokenizer import Tokenizer
-from services.scheduler.core.request import WorkerShape
 from services.scheduler.core.stopping.automaton import Automaton
 from tokasaurus.common.v1.sampling_pb2 import Sampling
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
@@ -39,19 +39,19 @@ class ServedModel:
         self.text = TextEncoder(tokenizer)
         self.max_samples = max_samples
         self.created_unix_s = int(time.time())
-        self._shape: WorkerShape | None = None
+        self._shape: WorkerLimits | None = None
         self._automata: OrderedDict[tuple[str, ...], Automaton] = OrderedDict()
         self._automata_bytes = 0
         self._lock = threading.Lock()
 
     @property
-    def shape(self) -> WorkerShape:
+    def shape(self) -> WorkerLimits:
         """The limits of the worker. Raises ``Unavailable`` until a worker has connected."""
         if self._shape is None:
             raise Unavailable("the worker has not connected yet; try again", reason="NO_WORKER")
         return self._shape
 
-    def set_shape(self, shape: WorkerShape) -> None:
+    def set_shape(self, shape: WorkerLimits) -> None:
         self._shape = shape
 
     def check_name(self, name: str) -> None:

@@ -163,31 +163,3 @@ class Finish(NamedTuple):
     stop_token_id: int | None = None
     stop_string: tuple[int, int] | None = None  # (index, trailing bytes)
     error: TokaError | None = None  # with ERROR, and with CANCELLED by an operator
-
-
-@dataclass(frozen=True)
-class WorkerShape:
-    """Sizes and capabilities of a worker. All limits of the core follow from them."""
-
-    page_size: int
-    page_count: int
-    max_slots: int
-    max_tokens_per_step: int
-    max_context_tokens: int
-    vocab_size: int
-    max_top_logprobs: int = 20
-    prompt_logprobs: bool = False
-    grammars: bool = False
-    hydragen: bool = True  # supports groups that share a prefix
-    processed_logprobs: bool = False
-    thinking_budgets: bool = False
-
-    @property
-    def max_running(self) -> int:
-        """The most sequences that run together. Each takes a token of every step."""
-        return min(self.max_slots, self.max_tokens_per_step)
-
-    @property
-    def pool_tokens(self) -> int:
-        """The number of tokens that the KV cache holds."""
-        return self.page_count * self.page_size

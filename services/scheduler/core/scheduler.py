@@ -8,6 +8,7 @@ import numpy as np
 
 from services.common.errors import Cancelled, Internal, Unavailable
 from services.common.plan.result import StepResult
+from services.common.plan.types import WorkerLimits
 from services.scheduler.core.future.admission import Admission
 from services.scheduler.core.future.prediction import Prediction
 from services.scheduler.core.life.ending import Ending
@@ -18,7 +19,7 @@ from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import PlannedStep, WrongAnswer
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.queue.deadlines import Deadlines
-from services.scheduler.core.request import FinishReason, Request, Sample, WorkerShape
+from services.scheduler.core.request import FinishReason, Request, Sample
 from services.scheduler.core.state import State
 from services.scheduler.core.step.planner import Planner
 from services.scheduler.core.step.preemption import Preemption
@@ -62,7 +63,7 @@ class Scheduler:
 
     # -- the worker
 
-    def attach(self, shape: WorkerShape) -> None:
+    def attach(self, shape: WorkerLimits) -> None:
         """Attach a new worker. Samples that cannot run on it end with an error."""
         state = self.state
         state.attach(shape)

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 
 from services.common.boundaries import errors_to
+from services.common.plan.types import WorkerLimits
 from services.scheduler.core.counters import STEP_SIZES, Counters
 from services.scheduler.core.memory.pages import PagePool
 from services.scheduler.core.memory.prefix_tree import PrefixTree
@@ -16,7 +17,7 @@ from services.scheduler.core.policy import Policy
 from services.scheduler.core.queue.lengths import LengthPredictor
 from services.scheduler.core.queue.recent import RecentService
 from services.scheduler.core.queue.waiting import WaitingQueue
-from services.scheduler.core.request import Priority, PromptShare, Request, Sample, WorkerShape
+from services.scheduler.core.request import Priority, PromptShare, Request, Sample
 from services.scheduler.core.stopping.matcher import StopMatcher
 from services.scheduler.core.stopping.tokens import StopTokens
 
@@ -52,7 +53,7 @@ class Queue:
 class Pool:
     """Slots and pages of one worker, as of the last plan that was built. Empty when the worker connects."""
 
-    def __init__(self, shape: WorkerShape, *, prefix_caching: bool) -> None:
+    def __init__(self, shape: WorkerLimits, *, prefix_caching: bool) -> None:
         self.shape = shape
         self.slots = Slots(shape)
         self.running_keys: Numbering[str] = Numbering()  # fairness keys of running sequences
@@ -118,7 +119,7 @@ class State:
         first = [sample for sample in queue.first if sample in queue.waiting]
         return [*first, *(sample for sample in order if sample not in first)][:most]
 
-    def attach(self, shape: WorkerShape) -> None:
+    def attach(self, shape: WorkerLimits) -> None:
         """Replace the pool by an empty one for a new worker."""
         if self.attached:
             self.pool.close()

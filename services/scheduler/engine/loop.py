@@ -4,16 +4,18 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TypeVar
 
 import structlog
 
 from services.common.boundaries import errors_to
 from services.common.errors import TokaError
-from services.common.plan.codec import encode_plan
+from services.common.plan.codec import decode_limits, encode_plan
+from services.common.plan.types import WorkerLimits
 from services.scheduler.core.future.admission import PageForecast, forecast_pages
 from services.scheduler.core.plan import PlannedStep, WrongAnswer
-from services.scheduler.core.request import Request, WorkerShape
+from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step.load import Load, read_load
 from services.scheduler.engine.events import Events, HeartbeatReply, PlanEvent, Rejected
@@ -27,7 +29,6 @@ from services.scheduler.engine.statsd import Statsd
 from services.scheduler.engine.step_timeout import StepTimeout
 from services.scheduler.engine.submission import log_failures, submit_request
 from services.scheduler.record.recorder import Recorder
-from services.scheduler.workers.codec import decode_shape
 from services.scheduler.workers.stream import ReceivedResult, WorkerStream
 from tokasaurus.worker.v1 import worker_pb2
 
@@ -138,8 +139,10 @@ class EngineLoop:
         """Refuse new requests with ``DRAINING`` from now on. Accepted requests continue."""
         self.post(self._readiness.drain)
 
-    def shape_of(self, info: worker_pb2.WorkerInfo) -> WorkerShape:
-        return decode_shape(info, self._max_context_tokens)
+    def limits_of(self, info: worker_pb2.WorkerInfo) -> WorkerLimits:
+        """Return the worker's limits. The context is the smaller one of the model and the worker."""
+        limits = decode_limits(info)
+        return replace(limits, max_context_tokens=min(limits.max_context_tokens, self._max_context_tokens))
 
     # -- on the loop's thread
 
@@ -257,7 +260,7 @@ class EngineLoop:
         policy, stages = core.state.policy, stream.info.pipeline_parallel.size
         self._ahead = min(policy.steps_ahead, most), most
         core.state.queue.steps_ahead = self._ahead[0]
-        core.attach(self.shape_of(stream.info))
+        core.attach(self.limits_of(stream.info))
         self._pace.begin((stages - 1) / policy.micro_batches)
         self._stream = stream
         self._readiness.connect()

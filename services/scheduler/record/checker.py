@@ -12,7 +12,7 @@ from services.common.packed import read_fixed32
 from services.common.plan.codec import decode_plan
 from services.common.plan.rules import check_plan
 from services.common.plan.slots import SlotState
-from services.common.plan.types import Admission, LastPlan, Limits, Plan
+from services.common.plan.types import Admission, LastPlan, Plan, WorkerLimits
 from services.common.plan.verdict import BrokenPlan, StalePlan, has_repeats
 from services.scheduler.record.hashes import next_hashes, prefix_hashes
 from services.scheduler.record.logprobs import NOT_ASKED, ScoresDue, check_logprobs, check_scores
@@ -36,7 +36,7 @@ class PlanChecker:
     one thread at a time.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: WorkerLimits) -> None:
         self.limits = limits
         count, pages, size = limits.max_slots, limits.page_count, limits.page_size
         self.slots = SlotState(limits)

@@ -17,7 +17,7 @@ from services.common.errors import InvalidRequest
 from services.common.host import resources as host
 from services.common.model import files as model_files
 from services.common.model.json_object import read_json
-from services.common.plan.types import Admission, Batch, Limits, Plan
+from services.common.plan.types import Admission, Batch, Plan, WorkerLimits
 from services.worker.attention import flashinfer_spans
 from services.worker.attention.base import AttentionBackend
 from services.worker.attention.factory import make_attention
@@ -228,9 +228,9 @@ def _load_grammars(config: WorkerConfig, card: model_files.ModelCard, group: Ran
 
 def make_limits(
     config: ChosenWorkerConfig, model: DecoderModel, page_count: int, max_context: int, **more: Any
-) -> Limits:
+) -> WorkerLimits:
     """Return the limits of plans for a cache of ``page_count`` pages. ``more`` sets further fields of ``Limits``."""
-    return Limits(
+    return WorkerLimits(
         page_size=config.page_size,
         page_count=page_count,
         max_slots=config.max_seqs_per_forward,

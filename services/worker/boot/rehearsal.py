@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.common.plan.types import NO_GROUPS, Admission, Batch, Groups, Limits, Plan, SamplingSettings
+from services.common.plan.types import NO_GROUPS, Admission, Batch, Groups, Plan, SamplingSettings, WorkerLimits
 from tokasaurus.common.v1.sampling_pb2 import Sampling, ThinkingBudget
 
 PLAIN = SamplingSettings(Sampling(temperature=0))
@@ -22,29 +22,29 @@ _GUIDED = 96
 WARM = SamplingSettings(Sampling(temperature=0.7, seed=1))
 
 
-def unadjusted(limits: Limits) -> SamplingSettings:
+def unadjusted(limits: WorkerLimits) -> SamplingSettings:
     """Return settings with every feature that does not change logits."""
     parameters = Sampling(temperature=0.7, top_p=0.9, top_k=5, min_p=0.05, seed=1)
     return SamplingSettings(parameters, logprobs=True, top_logprobs=limits.most_top_logprobs)
 
 
-def adjusted(limits: Limits) -> SamplingSettings:
+def adjusted(limits: WorkerLimits) -> SamplingSettings:
     """Return settings with every feature but a grammar. The sampler copies the logits, and the prompt is scored."""
     settings = _adjusted(unadjusted(limits))
     return settings._replace(prompt_logprobs=settings.top_logprobs)
 
 
-def every_feature(limits: Limits) -> SamplingSettings:
+def every_feature(limits: WorkerLimits) -> SamplingSettings:
     """Return settings with every feature that ``limits`` allow."""
     return _guided(adjusted(limits), limits)
 
 
-def adjusted_only(limits: Limits) -> SamplingSettings:
+def adjusted_only(limits: WorkerLimits) -> SamplingSettings:
     """Return settings with a bias, penalties and processed log-probabilities, and without truncation."""
     return _adjusted(_processed(WARM._replace(top_logprobs=unadjusted(limits).top_logprobs)))
 
 
-def processed(limits: Limits) -> SamplingSettings:
+def processed(limits: WorkerLimits) -> SamplingSettings:
     """Return settings with truncation and processed log-probabilities. Only forced tokens change the logits."""
     return _processed(unadjusted(limits))
 
@@ -55,7 +55,7 @@ def _processed(settings: SamplingSettings) -> SamplingSettings:
     return _with(settings, budget)._replace(logprobs=True, processed_logprobs=True)
 
 
-def _guided(settings: SamplingSettings, limits: Limits) -> SamplingSettings:
+def _guided(settings: SamplingSettings, limits: WorkerLimits) -> SamplingSettings:
     """Return ``settings`` with a grammar, if ``limits`` allow grammars."""
     return settings._replace(grammar=_ANYTHING) if limits.grammars else settings
 
@@ -82,7 +82,7 @@ def _with(settings: SamplingSettings, added: Sampling) -> SamplingSettings:
 
 
 def decodes(
-    limits: Limits, rows: int, settings: SamplingSettings, groups: bool = False, context: int = 1
+    limits: WorkerLimits, rows: int, settings: SamplingSettings, groups: bool = False, context: int = 1
 ) -> Iterator[Plan]:
     """Yield one or two steps of ``rows`` rows of one token each. All slots must be free.
 
@@ -99,7 +99,7 @@ def decodes(
 
 
 def mixed(
-    limits: Limits,
+    limits: WorkerLimits,
     rows: int,
     chunks: int,
     size: int,
@@ -118,7 +118,7 @@ def mixed(
     yield Plan(1, admissions=admissions, batch=batch, groups=_one_group(rows) if groups else NO_GROUPS)
 
 
-def _decode(limits: Limits, slot: int, settings: SamplingSettings, grouped: bool, context: int) -> Admission:
+def _decode(limits: WorkerLimits, slot: int, settings: SamplingSettings, grouped: bool, context: int) -> Admission:
     """Return an admission whose tokens but the last are cached."""
     known = max(context, limits.page_size + 1) if grouped else context
     pages = np.zeros(-(-known // limits.page_size), np.int64)
@@ -130,7 +130,7 @@ def _one_group(rows: int) -> Groups:
     return Groups(*(np.array([value]) for value in (0, rows, 1)))
 
 
-def every_kind(limits: Limits) -> Iterator[Iterator[Plan]]:
+def every_kind(limits: WorkerLimits) -> Iterator[Iterator[Plan]]:
     """Yield series of plans that use every kernel of the model, the attention and the sampler.
 
     All slots must be free at the start of each series.
@@ -158,7 +158,7 @@ def every_kind(limits: Limits) -> Iterator[Iterator[Plan]]:
             yield mixed(limits, 1, 1, size, PLAIN, groups, longest)
 
 
-def around(limits: Limits, tokens: int, grain: int) -> Iterator[Iterator[Plan]]:
+def around(limits: WorkerLimits, tokens: int, grain: int) -> Iterator[Iterator[Plan]]:
     """Yield series of plans that run both exchange strategies of a replica that changes its strategy at ``tokens``.
 
     Each series has the fewest tokens, the most that are fewer than ``tokens`` after padding to a multiple of ``grain``,
@@ -176,7 +176,7 @@ def around(limits: Limits, tokens: int, grain: int) -> Iterator[Iterator[Plan]]:
             yield mixed(limits, 0, chunks, size, PLAIN)
 
 
-def largest(limits: Limits) -> Iterator[list[Plan]]:
+def largest(limits: WorkerLimits) -> Iterator[list[Plan]]:
     """Yield the series of plans that need most memory: decodes, prompts, and prompts beside the largest decode batch.
 
     All rows have every feature but a grammar; the first rows also have a grammar.
@@ -195,7 +195,7 @@ def largest(limits: Limits) -> Iterator[list[Plan]]:
         yield [_guide_first_rows(plan, limits) for plan in mixed(limits, beside, 1, size, features)]
 
 
-def _guide_first_rows(plan: Plan, limits: Limits) -> Plan:
+def _guide_first_rows(plan: Plan, limits: WorkerLimits) -> Plan:
     """Return ``plan`` with a grammar for the first rows that it admits, if the limits allow grammars."""
     guided = (replace(each, sampling=_guided(each.sampling, limits)) for each in plan.admissions[:_GUIDED])
     return replace(plan, admissions=(*guided, *plan.admissions[_GUIDED:]))

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from services.common.plan.types import Limits, Plan
+from services.common.plan.types import Plan, WorkerLimits
 from services.worker.step.output import StepOutput
 
 
@@ -23,7 +23,7 @@ class RunningStep(Protocol):
 class Runner(Protocol):
     """A runner of plans. Only the compute thread calls it; any thread may call ``RunningStep.result``."""
 
-    limits: Limits
+    limits: WorkerLimits
 
     def start(self, plan: Plan) -> StepOutput | RunningStep:
         """Start a step, and return it or, on a CPU, its output.

@@ -10,7 +10,7 @@ import torch
 
 from services.common.plan.result import ScoredTokens, Timing
 from services.common.plan.rules import check_plan
-from services.common.plan.types import LastPlan, Limits, Plan
+from services.common.plan.types import LastPlan, Plan, WorkerLimits
 from services.worker.attention.base import AttentionBackend
 from services.worker.attention.kv_cache import KvCache
 from services.worker.models.decoder import DecoderModel
@@ -36,7 +36,7 @@ class StepRunner:
         model: DecoderModel,
         cache: KvCache,
         attention: AttentionBackend,
-        limits: Limits,
+        limits: WorkerLimits,
         threads: ShardThreads,
         fused: "FusedDecoder | None" = None,
         grammars: SlotGrammars | None = None,

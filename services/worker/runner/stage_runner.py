@@ -15,7 +15,7 @@ import torch
 
 from services.common.plan.result import Timing
 from services.common.plan.rules import check_plan
-from services.common.plan.types import Batch, Limits, Plan, micro_batches
+from services.common.plan.types import Batch, Plan, WorkerLimits, micro_batches
 from services.worker.attention.base import AttentionBackend
 from services.worker.attention.kv_cache import KvCache
 from services.worker.models.decoder import DecoderModel
@@ -44,7 +44,7 @@ class StageRunner(StepRunner):
         model: DecoderModel,
         cache: KvCache,
         attention: AttentionBackend,
-        limits: Limits,
+        limits: WorkerLimits,
         group: RankGroup,
         exchanges: Exchanges,
         grammars: SlotGrammars | None = None,

@@ -5,7 +5,7 @@ import torch
 
 from services.common.packed import read_fixed32, read_float
 from services.common.plan.slots import SlotState
-from services.common.plan.types import Admission, Limits
+from services.common.plan.types import Admission, WorkerLimits
 from services.common.sampling import PARAMETERS
 from services.worker.step.noise import scales_of, stems
 from tokasaurus.common.v1.sampling_pb2 import ThinkingBudget
@@ -25,7 +25,7 @@ class SlotTable(SlotState):
     The next input of a sequence is its last token, or a token of ``prompts`` until the prompt is computed.
     """
 
-    def __init__(self, limits: Limits, device: torch.device) -> None:
+    def __init__(self, limits: WorkerLimits, device: torch.device) -> None:
         super().__init__(limits)
         slots = limits.max_slots
         self.failed = np.zeros(slots, bool)  # logits were not numbers in some step: the cached values are invalid

@@ -14,7 +14,7 @@ from services.common.errors import FailedPrecondition, InvalidRequest
 from services.common.plan.codec import decode_limits, decode_plan, encode_plan
 from services.common.plan.rules import check_plan
 from services.common.plan.slots import SlotState
-from services.common.plan.types import NO_ROWS, Admission, Batch, LastPlan, Limits, Plan
+from services.common.plan.types import NO_ROWS, Admission, Batch, LastPlan, Plan, WorkerLimits
 from services.common.plan.verdict import BrokenPlan, StalePlan
 from services.scheduler.record.checker import PlanChecker
 from services.scheduler.record.violation import PlanViolation
@@ -32,7 +32,7 @@ SHAPE = FakeShape(
 class WorkerSide:
     """The steps of a worker's runner without a model."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: WorkerLimits) -> None:
         self.limits, self.slots, self.last = limits, SlotTable(limits, torch.device("cpu")), LastPlan()
 
     def apply(self, message: plan_pb2.StepPlan) -> None:
@@ -82,13 +82,13 @@ def test_worker_recorder_and_fake_give_the_same_verdict_on_random_plans(seed, le
     assert verdict_of(fake, broken) in {found} | in_pages
 
 
-LIMITS = Limits(
+LIMITS = WorkerLimits(
     page_size=4, page_count=64, max_slots=4, max_tokens_per_step=64, max_context_tokens=10, vocab_size=100,
     max_top_logprobs=5,
 )  # fmt: skip
 
 
-def judge(*admissions: Admission, rows: Batch = NO_ROWS, limits: Limits = LIMITS) -> None:
+def judge(*admissions: Admission, rows: Batch = NO_ROWS, limits: WorkerLimits = LIMITS) -> None:
     check_plan(Plan(1, admissions=admissions, batch=rows), LastPlan(), SlotState(limits), limits)
 
 

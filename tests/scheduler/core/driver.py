@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.common.plan.codec import decode_result, encode_plan
-from services.common.plan.types import SamplingSettings
+from services.common.plan.types import SamplingSettings, WorkerLimits
 from services.scheduler.core.memory.prefix_tree import UNNAMED
 from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.policy import Policy
-from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, Request, WorkerShape
+from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.stopping.automaton import Automaton
 from tests.fakes.model import FakeModel, FakeShape, continuation
@@ -52,9 +52,9 @@ class Driver:
         self.model = FakeModel(shape)
         self.in_flight.clear()
         self.core.attach(
-            WorkerShape(
+            WorkerLimits(
                 shape.page_size, shape.page_count, shape.max_slots, shape.max_tokens_per_step, shape.max_context_tokens,
-                shape.vocab_size, prompt_logprobs=shape.prompt_logprobs,
+                shape.vocab_size, prompt_logprobs=shape.prompt_logprobs, hydragen=True,
             )
         )  # fmt: skip
 

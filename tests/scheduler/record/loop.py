@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from services.common.plan.codec import decode_result, encode_plan
+from services.common.plan.codec import decode_limits, decode_result, encode_plan
 from services.common.plan.types import SamplingSettings
 from services.scheduler.core.memory.hydragen import HydragenPolicy
 from services.scheduler.core.policy import Policy
@@ -14,7 +14,6 @@ from services.scheduler.core.request import AdmissionMode, Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.record.reader import RecordedStep, Recording, find_recordings
 from services.scheduler.record.recorder import Recorder
-from services.scheduler.workers.codec import decode_shape
 from tests.fakes.model import FakeModel, FakeShape
 from tokasaurus.common.v1.sampling_pb2 import Sampling
 
@@ -42,7 +41,7 @@ class RecordedLoop:
     def connect(self) -> None:
         info = self.shape.worker_info()
         self.model, self.in_flight = FakeModel(self.shape), deque()
-        self.core.attach(decode_shape(info, info.max_context_tokens))
+        self.core.attach(decode_limits(info))
         self.recorder.connected(info, STEPS_AHEAD)
 
     def lose_worker(self, reason: str) -> None:

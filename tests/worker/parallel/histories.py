@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from services.common.plan.types import Limits, Plan
+from services.common.plan.types import Plan, WorkerLimits
 from tests.worker.driver import NONE, admission, batch, budget
 
 SLOTS, PROMPT, STEPS, PARTS = 5, 40, 10, 4
@@ -41,7 +41,7 @@ class Pages:
 
 
 @st.composite
-def histories(draw, limits: Limits) -> list[Plan]:
+def histories(draw, limits: WorkerLimits) -> list[Plan]:
     """Chunks of prompts that sample nothing, rows that decode beside them, in any order; sequences that move between
     micro-batches, pause, and are cancelled at any time; slots and pages that are used again at once; batches that stay
     as they were; micro-batches and steps without rows."""

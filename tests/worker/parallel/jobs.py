@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from services.common.config import WorkerConfig
-from services.common.plan.types import Limits, Plan
+from services.common.plan.types import Plan, WorkerLimits
 from services.worker.boot.common import Booted, boot
 from services.worker.described.ranks import Ranks
 from services.worker.parallel import exchange
@@ -32,7 +32,7 @@ def make_config(ranks: Ranks, port: int, directory: Path, flags: dict) -> Worker
     return WorkerConfig(**{"model": str(directory), "master_port": port} | FLAGS | grid | flags)
 
 
-def start(ranks: Ranks, port: int, directory: Path, flags: dict, fewest_sharded: int) -> Limits:
+def start(ranks: Ranks, port: int, directory: Path, flags: dict, fewest_sharded: int) -> WorkerLimits:
     """``fewest_sharded``: tokens from which on activations are sharded."""
     global booted
     exchange.fewest_sharded = lambda row_bytes: fewest_sharded

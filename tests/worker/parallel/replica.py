@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.server import free_port
-from services.common.plan.types import Limits, Plan
+from services.common.plan.types import Plan, WorkerLimits
 from services.worker.boot.common import boot
 from services.worker.described.ranks import ALONE
 from services.worker.layers import matmul_cpu
@@ -31,7 +31,7 @@ class Replica:
         self.parts = 1  # that batches are cut into
         everyone = pool.run(jobs.start, *self._grid, free_port(), directory, flags, fewest_sharded)
         assert all(limits == everyone[0] for limits in everyone)
-        self.limits: Limits = everyone[0]
+        self.limits: WorkerLimits = everyone[0]
 
     def run(self, plan: Plan) -> StepOutput:
         if self.parts > 1 and plan.batch is not None:

@@ -8,7 +8,7 @@ import torch
 
 from bench.server import free_port
 from services.common.model import files as model_files
-from services.common.plan.types import Limits, Plan
+from services.common.plan.types import Plan, WorkerLimits
 from services.worker.described.ranks import Ranks
 from services.worker.step.output import StepOutput
 from tests.e2e.samples import Sample, agreement, random_prompt
@@ -53,7 +53,7 @@ class Replica:
         self.compiled = 0  # kernels and graphs, since it was ready
         everyone = pool.run(jobs.start, *grid, free_port(), model_files.BUILTIN, FLAGS | flags, fewest_sharded)
         assert all(limits == everyone[0] for limits in everyone)
-        self.limits: Limits = everyone[0]
+        self.limits: WorkerLimits = everyone[0]
 
     def run(self, plan: Plan) -> StepOutput:
         if self.limits.max_micro_batches > 1 and plan.batch is not None:

@@ -6,10 +6,10 @@ import numpy as np
 
 from services.common.boundaries import undo_on_error
 from services.common.errors import AlreadyExists, InvalidRequest, Overloaded
-from services.common.plan.types import SamplingSettings
+from services.common.plan.types import SamplingSettings, WorkerLimits
 from services.scheduler.core.future.estimate import steps_until_released
 from services.scheduler.core.queue.deadlines import Deadlines
-from services.scheduler.core.request import AdmissionMode, Priority, Request, Sample, WorkerShape
+from services.scheduler.core.request import AdmissionMode, Priority, Request, Sample
 from services.scheduler.core.state import State
 
 CANARY_ID = ""  # never the id of a client's request
@@ -124,7 +124,7 @@ class Intake:
             )
 
 
-def resolve_limit(request: Request, shape: WorkerShape) -> int:
+def resolve_limit(request: Request, shape: WorkerLimits) -> int:
     """Return the greatest length of samples of ``request``.
 
     Raises ``InvalidRequest`` if a worker of this shape can never run them.

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from services.scheduler.core.request import Sample, WorkerShape
+from services.common.plan.types import WorkerLimits
+from services.scheduler.core.request import Sample
 
 
 class Slots:
@@ -11,7 +12,7 @@ class Slots:
     Lengths are in tokens. Entries of free slots are undefined.
     """
 
-    def __init__(self, shape: WorkerShape) -> None:
+    def __init__(self, shape: WorkerLimits) -> None:
         count = shape.max_slots
         self.active = np.zeros(count, bool)
         self.admitted_step = np.zeros(count, np.int64)  # results of earlier steps belong to a previous sequence

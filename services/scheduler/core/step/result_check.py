@@ -3,11 +3,11 @@
 import numpy as np
 
 from services.common.plan.result import ScoredTokens, StepResult
+from services.common.plan.types import WorkerLimits
 from services.scheduler.core.plan import WrongAnswer
-from services.scheduler.core.request import WorkerShape
 
 
-def check_result(result: StepResult, sampling: np.ndarray, shape: WorkerShape) -> None:
+def check_result(result: StepResult, sampling: np.ndarray, shape: WorkerLimits) -> None:
     """Raise ``WrongAnswer`` if arrays do not fit each other or the vocabulary, or if rows are missing.
 
     ``sampling`` are the slots for which the plan samples a token, int64.
@@ -25,7 +25,7 @@ def check_result(result: StepResult, sampling: np.ndarray, shape: WorkerShape) -
         )
 
 
-def _is_whole(scored: ScoredTokens, shape: WorkerShape) -> bool:
+def _is_whole(scored: ScoredTokens, shape: WorkerLimits) -> bool:
     count, top = len(scored.logprobs), scored.top
     fits = scored.slot < shape.max_slots and scored.start > 0 < count == len(scored.ranks) == len(top) and top.whole
     return bool(fits and top.token_ids.max(initial=0) < shape.vocab_size)

@@ -5,7 +5,7 @@ from itertools import cycle
 
 import torch
 
-from services.common.plan.types import Limits
+from services.common.plan.types import WorkerLimits
 from services.worker.runner.cuda.transfers import Upload
 
 # Steps in flight. When all are, the host waits for the oldest: a larger lead would not make the device faster.
@@ -23,7 +23,7 @@ class Place:
     The answering thread waits for the step and reads its results. All else belongs to the compute thread.
     """
 
-    def __init__(self, ring: "Ring", index: int, limits: Limits, device: torch.device) -> None:
+    def __init__(self, ring: "Ring", index: int, limits: WorkerLimits, device: torch.device) -> None:
         self.ring, self.index = ring, index
         rows = limits.max_slots + limits.max_tokens_per_step
         self.upload = Upload(max(_SMALLEST_UPLOAD, rows * _BYTES_PER_ROW), device)
@@ -72,7 +72,7 @@ class Place:
 class Ring:
     """The places, used in turn: one for each micro-batch of a step."""
 
-    def __init__(self, limits: Limits, device: torch.device) -> None:
+    def __init__(self, limits: WorkerLimits, device: torch.device) -> None:
         # Enough for two steps: a step must not wait for its own places, while the previous one holds as many.
         self.places = max(_PLACES, 2 * limits.max_micro_batches if limits.max_micro_batches > 1 else 0)
         # Sampled tokens by place.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from services.common.plan.rules import check_plan
-from services.common.plan.types import NO_GROUPS, LastPlan, Limits, Plan
+from services.common.plan.types import NO_GROUPS, LastPlan, Plan, WorkerLimits
 from services.worker.attention.cuda import CudaAttention, CudaBatch
 from services.worker.attention.kv_cache import KvCache
 from services.worker.parallel.errors import ParallelError
@@ -55,7 +55,7 @@ class CudaRunner:
         attention: CudaAttention,
         sampler: FusedSampler | None,
         state: DeviceState,
-        limits: Limits,
+        limits: WorkerLimits,
         peers: Peers | None = None,
         grammars: SlotGrammars | None = None,
     ) -> None:

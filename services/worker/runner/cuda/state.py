@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.common.plan.types import Limits, Plan
+from services.common.plan.types import Plan, WorkerLimits
 from services.worker.attention.kv_cache import KvCache
 from services.worker.runner.cuda.state_kernels import scatter
 
@@ -22,7 +22,7 @@ class DeviceState:
     page_table: torch.Tensor  # [max_slots, max_pages] int32
 
     @classmethod
-    def empty(cls, limits: Limits, device: torch.device) -> "DeviceState":
+    def empty(cls, limits: WorkerLimits, device: torch.device) -> "DeviceState":
         """Return a state of zeros."""
         table = torch.zeros(limits.max_slots, limits.max_pages_per_slot, dtype=torch.int32, device=device)
         return cls(torch.zeros(limits.max_slots, dtype=torch.int32, device=device), table)
