@@ -181,7 +181,7 @@ def encode_result(result: StepResult) -> plan_pb2.StepResult:
 
 
 def decode_result(message: plan_pb2.StepResult) -> StepResult:
-    """Return the result as it was sent. Its arrays may not fit each other: the scheduler's core checks that."""
+    """Return the result as it was sent. ``result_rules.check_result`` judges it."""
     timing = message.timing
     return StepResult(
         step=message.step,

@@ -6,11 +6,6 @@ import numpy as np
 
 from services.common.plan.types import Admission, Batch, Groups, Plan
 
-
-class WrongAnswer(Exception):
-    """The worker's result does not fit the plan."""
-
-
 NO_SLOTS = np.zeros(0, np.int64)
 NO_FLOATS = np.zeros(0, np.float32)
 NO_TOKENS = np.zeros(0, np.uint32)

@@ -8,6 +8,7 @@ import numpy as np
 
 from services.common.errors import Cancelled, Internal, Unavailable
 from services.common.plan.result import StepResult
+from services.common.plan.result_rules import BrokenResult, check_result
 from services.common.plan.types import WorkerLimits
 from services.scheduler.core.future.admission import Admission
 from services.scheduler.core.future.prediction import Prediction
@@ -16,7 +17,7 @@ from services.scheduler.core.life.intake import Intake
 from services.scheduler.core.life.lifecycle import Lifecycle
 from services.scheduler.core.life.quarantine import Quarantine
 from services.scheduler.core.output import Delta
-from services.scheduler.core.plan import PlannedStep, WrongAnswer
+from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.queue.deadlines import Deadlines
 from services.scheduler.core.request import FinishReason, Request, Sample
@@ -24,7 +25,6 @@ from services.scheduler.core.state import State
 from services.scheduler.core.step.planner import Planner
 from services.scheduler.core.step.preemption import Preemption
 from services.scheduler.core.step.prefill import Prefill
-from services.scheduler.core.step.result_check import check_result
 from services.scheduler.core.step.results import Results
 
 
@@ -217,10 +217,10 @@ class Scheduler:
         return plan
 
     def take(self, result: StepResult, now_ns: int) -> None:
-        """Process the result of the oldest plan in flight. Raises ``WrongAnswer`` if it does not fit the plan."""
+        """Process the result of the oldest plan in flight. Raises ``BrokenResult`` if it does not fit the plan."""
         expected = next(iter(self._pending), None)
         if result.step != expected:
-            raise WrongAnswer(f"the worker answered step {result.step}, expected was {expected}")
+            raise BrokenResult(f"expected the result of step {expected}", step=result.step)
         pending = self._pending[result.step]
         check_result(result, pending.sampling, self.state.pool.shape)
         del self._pending[result.step]

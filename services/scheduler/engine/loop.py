@@ -12,9 +12,10 @@ import structlog
 from services.common.boundaries import errors_to
 from services.common.errors import TokaError
 from services.common.plan.codec import decode_limits, encode_plan
+from services.common.plan.result_rules import BrokenResult
 from services.common.plan.types import WorkerLimits
 from services.scheduler.core.future.admission import PageForecast, forecast_pages
-from services.scheduler.core.plan import PlannedStep, WrongAnswer
+from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.step.load import Load, read_load
@@ -244,7 +245,7 @@ class EngineLoop:
         self._step_timeout.restart(time.monotonic())
         try:
             self._core.take(received.result, time.monotonic_ns())
-        except WrongAnswer as error:  # it violates the contract, so only a new connection helps
+        except BrokenResult as error:  # it violates the contract, so only a new connection helps
             log.error("the worker sent an invalid result", reason=str(error))
             self._abandon(stream, str(error))
             return

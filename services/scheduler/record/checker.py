@@ -8,8 +8,8 @@ too early, shared wrongly, or copied too late.
 import numpy as np
 import numpy.typing as npt
 
-from services.common.packed import read_fixed32
-from services.common.plan.codec import decode_plan
+from services.common.plan.codec import decode_plan, decode_result
+from services.common.plan.result_rules import BrokenResult, check_result
 from services.common.plan.rules import check_plan
 from services.common.plan.slots import SlotState
 from services.common.plan.types import Admission, LastPlan, Plan, WorkerLimits
@@ -87,39 +87,34 @@ class PlanChecker:
         self.last_token[slots] = tokens
         self.slots.known[slots] += 1
 
-    def result_received(self, result: plan_pb2.StepResult | None) -> int:
+    def result_received(self, message: plan_pb2.StepResult | None) -> int:
         """Check and apply the result of the plan, or None if it was not recorded. Return the number of tokens.
 
         Raises ``ResultViolation``.
         """
         tokens = np.full(len(self._sampling), UNKNOWN_TOKEN, np.uint32)
-        if result is None:
+        if message is None:
             self.sampled(tokens)
             return 0
-        slots, given = read_fixed32(result.slots), read_fixed32(result.token_ids)
-        failed = [failure.slot for failure in result.failures]
-        good = np.isin(self._sampling, failed, invert=True)
+        result = decode_result(message)
+        good = np.isin(self._sampling, [failure.slot for failure in result.failures], invert=True)
         try:
             expect(result.step == self.last.step, f"it is the result of step {result.step}")
-            expect(len(given) == len(slots), f"{len(given)} tokens for {len(slots)} slots")
-            if not np.array_equal(self._sampling[good], slots) or len(failed) != np.count_nonzero(~good):
-                wrong = sorted(set(self._sampling.tolist()) ^ {*slots.tolist(), *failed})
-                raise ResultViolation(
-                    f"{len(slots)} tokens and {len(failed)} failures for {len(good)} rows that sample, or in another"
-                    " order",
-                    slot=wrong[0] if wrong else None,
-                )
-            expect((given < self.limits.vocab_size).all(), "a token outside the vocabulary")
+            check_result(result, self._sampling, self.limits)
+            expect(np.array_equal(self._sampling[good], result.slots), "tokens in another order than the batch")
             asked = self.top_asked[self._sampling]
-            processed = self.processed[slots]
-            check_logprobs(result, slots, asked[good], asked[~good], self.limits.vocab_size, processed)
-            check_scores(result, self.scores_due, self.limits.vocab_size)
+            check_logprobs(result, asked[good], asked[~good], self.processed[result.slots])
+            check_scores(result.scored, self.scores_due)
+        except BrokenResult as breach:
+            violation = ResultViolation(breach.message, slot=breach.slot)
+            violation.step = self.last.step
+            raise violation from breach
         except Violation as violation:
             violation.step = self.last.step
             raise
-        tokens[good] = given
+        tokens[good] = result.tokens
         self.sampled(tokens)
-        return len(given)
+        return len(result.tokens)
 
     # -- releases, admissions, pages
 

@@ -1,73 +1,69 @@
-"""Check that a result has the log-probabilities that its rows request, and no others."""
+"""Check that a result has the log-probabilities that its rows asked for, and no others.
 
-from collections.abc import Mapping
+``services.common.plan.result_rules`` has checked that its arrays fit each other.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from services.common.packed import read_fixed32, read_float
+from services.common.plan.result import ScoredTokens, StepResult
 from services.scheduler.record.violation import expect, expect_each
-from tokasaurus.worker.v1 import plan_pb2
 
 NOT_ASKED = -1
 
 
 class ScoresDue(NamedTuple):
-    """Prompt tokens of a slot whose log-probabilities a result must have."""
+    """Prompt tokens of one slot whose log-probabilities a step has to give."""
 
     start: int  # position in the sequence
     stop: int
-    top: int  # number of top log-probabilities for each
+    top: int  # of the most likely tokens for each
 
 
-def check_logprobs(
-    result: plan_pb2.StepResult,
-    slots: np.ndarray,
-    asked: np.ndarray,
-    failed: np.ndarray,
-    vocab_size: int,
-    processed: np.ndarray,
-) -> None:
-    """Check the log-probabilities of ``result``, whose rows are ``slots [rows]``. Raises ``ResultViolation``.
+def check_logprobs(result: StepResult, asked: np.ndarray, failed: np.ndarray, processed: np.ndarray) -> None:
+    """Check the log-probabilities of the rows of ``result``. Raises ``ResultViolation``.
 
-    ``asked [rows]`` int64 is the number of top log-probabilities that each row requests. ``NOT_ASKED`` means that it
-    does not request the log-probability of its token either. ``failed`` is the same for the rows that failed: the
-    result may have arrays that only they request. ``processed [rows]`` bool are rows that may have fewer, as fewer
-    tokens can be drawn.
+    ``asked [rows]`` int64 is the number of top log-probabilities that each row asked for; ``NOT_ASKED`` = not even its
+    token's own. ``failed`` is the same for the rows that failed: arrays that only they asked for may be there.
+    ``processed [rows]`` bool are rows that may have fewer, since fewer tokens can be drawn.
     """
+    slots, logprobs, wanted = result.slots, result.logprobs, asked != NOT_ASKED
     rows = len(slots)
-    logprobs, wanted = read_float(result.logprobs), asked != NOT_ASKED
     if wanted.any() or len(logprobs):
         expect(wanted.any() or (failed != NOT_ASKED).any(), f"{len(logprobs)} logprobs, and no row asked for any")
         expect(len(logprobs) == rows, f"{len(logprobs)} logprobs for {rows} slots")
         given = ~np.isnan(logprobs)
         expect_each(given | ~wanted, "no logprob, and its row asked for one", slots=slots)
         expect_each(wanted | ~given, "a logprob, and its row asked for none", slots=slots)
-    counts, due = read_fixed32(result.top_counts), np.maximum(asked, 0)
-    if due.any() or len(counts):
-        expect(due.any() or (failed > 0).any(), f"{len(counts)} top_counts, and no row asked for top logprobs")
-        expect(len(counts) == rows, f"{len(counts)} top_counts for {rows} slots")
-        fewer = processed & (counts < due) & (counts > 0)
-        expect_each((counts == due) | fewer, "another number of top logprobs than its row asked for", slots=slots)
-    ids, values = read_fixed32(result.top_token_ids), read_float(result.top_logprobs)
-    total = int(counts.sum())
-    expect(len(ids) == len(values) == total, f"{len(ids)} top_token_ids and {len(values)} top_logprobs of {total} due")
-    expect((ids < vocab_size).all(), "a top token outside the vocabulary")
-    expect(not np.isnan(values).any(), "a top logprob that is not a number")
+    due = np.maximum(asked, 0)
+    if result.top is None:
+        expect(not due.any(), f"0 top_counts for {rows} slots")
+        return
+    counts = result.top.counts
+    expect(due.any() or (failed > 0).any(), f"{len(counts)} top_counts, and no row asked for top logprobs")
+    fewer = processed & (counts < due) & (counts > 0)
+    expect_each((counts == due) | fewer, "another number of top logprobs than its row asked for", slots=slots)
+    expect(not np.isnan(result.top.logprobs).any(), "a top logprob that is not a number")
 
 
-def check_scores(result: plan_pb2.StepResult, due: Mapping[int, ScoresDue], vocab_size: int) -> None:
-    """Check that ``result`` has the prompt tokens ``due`` of each slot once, in order. Raises ``ResultViolation``."""
-    received = {slot: wanted.start for slot, wanted in due.items()}
-    for scores in result.prompts:
-        slot, count = scores.slot, len(scores.logprobs)
-        expect(slot in due and scores.start == received[slot], f"scores of the token at {scores.start}", slot=slot)
-        received[slot] += count
-        listed = count * due[slot].top
-        lengths = len(scores.ranks), len(scores.top_token_ids), len(scores.top_logprobs)
-        expect(lengths == (count, listed, listed), f"scores of {count} tokens with arrays of {lengths}", slot=slot)
-        values = np.concatenate((read_float(scores.logprobs), read_float(scores.top_logprobs)))
+def check_scores(scored: Sequence[ScoredTokens], due: Mapping[int, ScoresDue]) -> None:
+    """Check that each of ``due``, by slot, comes once, whole, in parts that follow each other.
+
+    Raises ``ResultViolation``.
+    """
+    given = {slot: wanted.start for slot, wanted in due.items()}
+    for part in scored:
+        slot, count = part.slot, len(part.logprobs)
+        expect(slot in due and part.start == given[slot], f"scores of the token at {part.start}", slot=slot)
+        given[slot] += count
+        expect(
+            bool((part.top.counts == due[slot].top).all()),
+            f"scores of {count} tokens with {len(part.top.token_ids)} top tokens",
+            slot=slot,
+        )
+        values = np.concatenate((part.logprobs, part.top.logprobs))
         expect(not np.isnan(values).any(), "a score that is not a number", slot=slot)
-        expect((read_fixed32(scores.top_token_ids) < vocab_size).all(), "a top token outside the vocabulary", slot=slot)
     for slot, wanted in due.items():
-        expect(received[slot] == wanted.stop, f"scores up to {received[slot]}, due were {wanted.stop}", slot=slot)
+        expect(given[slot] == wanted.stop, f"scores up to {given[slot]}, due were {wanted.stop}", slot=slot)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from services.common.plan.result import ScoredTokens, StepResult
+from services.common.plan.result_rules import BrokenResult
 from services.common.plan.top_logprobs import TopLogprobs
 from services.common.plan.types import SamplingSettings
-from services.scheduler.core.plan import WrongAnswer
 from services.scheduler.core.request import AdmissionMode
 from tests.fakes.model import FakeShape, chosen_logprob, top_token_ids
 from tests.scheduler.core.driver import SINK, Driver
@@ -181,6 +181,6 @@ def test_scores_that_do_not_fit_each_other_are_refused():
         ScoredTokens(0, 1, one[:0], two[:0], TopLogprobs.none(0)),
     ):
         result = StepResult(1, np.zeros(0, np.int64), np.zeros(0, np.int64), scored=(scored,))
-        with pytest.raises(WrongAnswer, match="unequal length"):
+        with pytest.raises(BrokenResult, match="scores of"):
             driver.core.take(result, driver.tick())
     assert driver.core.live(SINK) == 1

@@ -5,11 +5,11 @@ import pytest
 
 from services.common.errors import AlreadyExists, InvalidRequest, Overloaded
 from services.common.plan.result import SlotFailure, StepResult
+from services.common.plan.result_rules import BrokenResult
 from services.common.plan.top_logprobs import TopLogprobs
 from services.common.plan.types import SamplingSettings
 from services.scheduler.core.future import estimate
 from services.scheduler.core.memory.prefix_tree import ROOT
-from services.scheduler.core.plan import WrongAnswer
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import FinishReason, Priority
 from services.scheduler.core.scheduler import Scheduler
@@ -183,7 +183,10 @@ def test_an_inconsistent_result_is_rejected_completely(wrong):
         name: np.array(value, kinds.get(name, np.int64)) if isinstance(value, list) else value
         for name, value in fields.items()
     }
-    with pytest.raises(WrongAnswer, match=r"do not exist|not for the 1 slots"):
+    with pytest.raises(
+        BrokenResult,
+        match=r"outside the vocabulary|for 1 slots|not for the 1 slots",
+    ):
         driver.core.take(StepResult(1, **arrays), 1)
 
 
@@ -194,7 +197,7 @@ def test_a_result_for_other_slots_than_the_plan_s_is_rejected(slots):
         driver.submit(prompt, max_tokens=9)
     plan = driver.core.plan(1)
     assert plan.sequences == 2
-    with pytest.raises(WrongAnswer, match="not for the 2 slots"):
+    with pytest.raises(BrokenResult, match="not for the 2 slots"):
         driver.core.take(StepResult(1, np.array(slots), np.full(len(slots), 5)), 1)
 
 
