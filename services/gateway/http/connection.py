@@ -1,4 +1,8 @@
-"""A client's connection, with limits on its requests and timeouts for slow clients."""
+"""A client's connection, with limits on its requests and timeouts for slow clients.
+
+It builds on private parts of uvicorn, whose version is therefore pinned; ``tests/gateway/access/test_uvicorn.py`` fails
+when they change.
+"""
 
 import asyncio
 import sys
