@@ -31,7 +31,7 @@ DIGESTS = {
 def test_the_classes_that_the_gateway_builds_on_are_those_it_was_written_for(kind):
     digest = hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:16]
     assert digest == DIGESTS[kind], (
-        f"{kind.__name__} of uvicorn {uvicorn.__version__} differs: see this file's docstring"
+        f"{kind.__name__} of uvicorn {uvicorn.__version__} differs: see the docstring"
     )
 
 

@@ -1,4 +1,8 @@
-"""One tool call written as JSON, ``{"name": "f", "arguments": {...}}``, read as it comes."""
+"""Reads one tool call in JSON, ``{"name": "f", "arguments": {...}}``, while the model writes it.
+
+A partial JSON parser, such as pydantic's, does not serve: it returns values without their positions. Clients get the
+arguments exactly as the model wrote them, and text that is no call from its first character on.
+"""
 
 import json
 import re
