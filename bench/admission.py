@@ -46,7 +46,7 @@ from bench.traces import (
 from services.common.config import from_command_line
 from services.common.flags import Config, Int
 from services.common.plan.types import WorkerLimits
-from services.scheduler.core.future.admission import Admission, forecast_running
+from services.scheduler.core.future.admission import AdmissionControl, forecast_running
 from services.scheduler.core.future.forecast import Sequences
 from services.scheduler.core.request import AdmissionMode
 
@@ -89,7 +89,7 @@ def worker_shape(page_size: int, pages: int, slots: int, tokens_per_step: int) -
     )
 
 
-class StaticAdmission(Admission):
+class StaticAdmission(AdmissionControl):
     """An admission in order of arrival. A sequence reserves pages for its prompt and its whole limit."""
 
     def select(self, candidates: Sequences, classes: np.ndarray) -> np.ndarray:
@@ -151,7 +151,9 @@ class Outcome:
         }
 
 
-def simulate(trace: Trace, shape: WorkerLimits, mode: AdmissionMode, admission: type[Admission] = Admission) -> Outcome:
+def simulate(
+    trace: Trace, shape: WorkerLimits, mode: AdmissionMode, admission: type[AdmissionControl] = AdmissionControl
+) -> Outcome:
     """Run a trace to its end."""
     started, rows = time.perf_counter(), []
     simulation = Simulation(trace, shape, mode, admission)

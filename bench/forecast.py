@@ -15,7 +15,7 @@ from bench.server import report
 from services.common.config import from_command_line
 from services.common.flags import Config, Int
 from services.common.plan.types import SamplingSettings, WorkerLimits
-from services.scheduler.core.future.admission import Admission, forecast_running, running_sequences
+from services.scheduler.core.future.admission import AdmissionControl, forecast_running, running_sequences
 from services.scheduler.core.future.forecast import Sequences
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.queue.lengths import MOST_CLASSES
@@ -97,10 +97,10 @@ def measure(sequences: int, prompts: int, guaranteed: bool, repeats: int) -> dic
         return int(forecast_running(state, running_sequences(state.pool.slots, state.pool.step), horizon).curve.max())
 
     def decide() -> int:
-        return len(Admission(state, state.pool.step).select(fresh, classes))
+        return len(AdmissionControl(state, state.pool.step).select(fresh, classes))
 
     # Shrink the pool until half of the candidates fit, so that the bisection takes all of its steps.
-    forecast_now = Admission(state, state.pool.step).forecast_for(fresh)
+    forecast_now = AdmissionControl(state, state.pool.step).forecast_for(fresh)
     peak = forecast_now.with_candidates(fresh.take(np.arange(CANDIDATES // 2))).max()
     counts = np.bincount(state.pool.slots.length_class[~state.pool.slots.guaranteed], minlength=MOST_CLASSES)
     if not guaranteed:

@@ -6,9 +6,8 @@ import numpy as np
 
 from bench.traces import END, VOCAB_SIZE, Trace
 from services.common.plan.result import StepResult
-from services.common.plan.types import NO_ROWS, SamplingSettings, WorkerLimits
-from services.common.plan.types import Admission as SlotAdmission
-from services.scheduler.core.future.admission import Admission
+from services.common.plan.types import NO_ROWS, Admission, SamplingSettings, WorkerLimits
+from services.scheduler.core.future.admission import AdmissionControl
 from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, Request
@@ -47,7 +46,7 @@ class SimulatedWorker:
         tokens = np.where(self._generated[rows] == self._target[rows], END, self._ordinary_tokens(rows))
         return StepResult(plan.step, rows, tokens)
 
-    def _admit(self, admission: SlotAdmission) -> None:
+    def _admit(self, admission: Admission) -> None:
         slot, number, sample = admission.slot, admission.sampling.parameters.seed, admission.sample_index
         request, known = self._trace.requests[number], len(admission.token_ids)
         self._missing[slot] = known - admission.cached_tokens
@@ -69,7 +68,11 @@ class Simulation:
     """
 
     def __init__(
-        self, trace: Trace, shape: WorkerLimits, mode: AdmissionMode, admission: type[Admission] = Admission
+        self,
+        trace: Trace,
+        shape: WorkerLimits,
+        mode: AdmissionMode,
+        admission: type[AdmissionControl] = AdmissionControl,
     ) -> None:
         self.lengths = trace.lengths
         self.finished = np.zeros(len(self.lengths), bool)  # by handle, the index of the sample in the trace

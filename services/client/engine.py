@@ -21,7 +21,7 @@ _LONGEST_LINE = 1024 * 1024
 _LAST_LINES = 20
 
 
-class Engine:
+class EngineProcess:
     """A running engine, made by ``start`` and used on one event loop.
 
     The thread of the event loop must run as long as the engine, because Linux ends the children with the thread.
@@ -34,7 +34,7 @@ class Engine:
         self._reading: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def start(cls, flags: Mapping[str, Any]) -> "Engine":
+    async def start(cls, flags: Mapping[str, Any]) -> "EngineProcess":
         """Start an engine with ``flags`` of ``toka``, and return it when it serves.
 
         Raises ``InvalidRequest`` for a wrong flag, and ``Unavailable`` with the last log lines if the engine fails.

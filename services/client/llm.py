@@ -10,13 +10,13 @@ from typing import Any, Self, cast
 
 import structlog
 
-from services.client.engine import Engine
+from services.client.engine import EngineProcess
 from services.client.loop import LoopThread
 from services.client.outputs import RequestOutput, StreamOutput
 from services.client.params import SamplingParams
 from services.client.progress import Progress
-from services.client.request import Conversation, Prompt, Request
-from services.client.runner import PARSERS, Runner
+from services.client.request import ClientRequest, Conversation, Prompt
+from services.client.runner import PARSERS, RequestRunner
 from services.common.boundaries import undo_on_error
 from services.common.config import GatewayConfig, GrpcFlags
 from services.common.errors import InvalidRequest
@@ -58,13 +58,13 @@ class LLM:
         parsers = {name: flags.get(name) or default for name, default in PARSERS.items()}
         _log_warnings_only()
         self._loop = LoopThread()
-        engine: Engine | None = None
-        runner: Runner | None = None
+        engine: EngineProcess | None = None
+        runner: RequestRunner | None = None
         with undo_on_error(lambda: _shut_down(self._loop, runner, engine)):
             if addresses is None:
-                engine = self._loop.run(Engine.start(flags | {"model": model, "tokenizer": tokenizer}))
+                engine = self._loop.run(EngineProcess.start(flags | {"model": model, "tokenizer": tokenizer}))
                 addresses = engine.addresses
-            self._runner = runner = Runner(
+            self._runner = runner = RequestRunner(
                 addresses,
                 Tokenizer.load(tokenizer or model),
                 engine,
@@ -97,7 +97,7 @@ class LLM:
         if given and isinstance(given[0], Integral):
             given = [cast("list[int]", given)]
         each = self._params_of_each(params, len(given))
-        return self._answer([Request(prompt, one) for prompt, one in zip(given, each, strict=True)], progress)
+        return self._answer([ClientRequest(prompt, one) for prompt, one in zip(given, each, strict=True)], progress)
 
     def chat(
         self,
@@ -125,7 +125,9 @@ class LLM:
             "tools": tools,
         }
         each = self._params_of_each(params, len(given))
-        return self._answer([Request(None, one, c, template) for c, one in zip(given, each, strict=True)], progress)
+        return self._answer(
+            [ClientRequest(None, one, c, template) for c, one in zip(given, each, strict=True)], progress
+        )
 
     def stream(self, prompt: Prompt | Conversation, params: SamplingParams | None = None) -> Iterator[StreamOutput]:
         """Yield the new parts of the samples of one prompt or conversation when they arrive. Raises ``TokaError``.
@@ -134,9 +136,9 @@ class LLM:
         """
         params = params or SamplingParams()
         if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping):
-            request = Request(None, params, cast("Conversation", prompt))
+            request = ClientRequest(None, params, cast("Conversation", prompt))
         else:
-            request = Request(cast("Prompt", prompt), params)
+            request = ClientRequest(cast("Prompt", prompt), params)
         outputs = self._runner.stream(request)
 
         async def following() -> list[StreamOutput] | None:
@@ -170,7 +172,7 @@ class LLM:
             )
         return params
 
-    def _answer(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
+    def _answer(self, requests: list[ClientRequest], progress: bool) -> list[RequestOutput]:
         with Progress(len(requests)) if progress else nullcontext(lambda output: None) as on_done:
             return self._loop.run(self._runner.generate(requests, on_done))
 
@@ -219,7 +221,7 @@ def _dialer(flags: Mapping[str, Any]) -> Dialer:
     return Dialer.of(config, config.grpc_token_file)
 
 
-def _shut_down(loop: LoopThread, runner: Runner | None, engine: Engine | None) -> None:
+def _shut_down(loop: LoopThread, runner: RequestRunner | None, engine: EngineProcess | None) -> None:
     if loop.here:  # a garbage collection in the loop's thread, which must not wait for itself
         threading.Thread(target=_shut_down, args=(loop, runner, engine), name="tokasaurus-close").start()
         return

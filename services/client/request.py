@@ -17,7 +17,7 @@ from services.gateway.engine.request import PromptRequest
 from services.gateway.engine.text import TextEngine
 from services.gateway.http.errors import to_body
 from services.gateway.http.request import Caller
-from services.gateway.openai.compiler import Compiler, Draft
+from services.gateway.openai.compiler import Draft, RequestCompiler
 from services.gateway.openai.grammar.answer import GRAMMAR_FIELD, Thoughts, explain
 from services.gateway.openai.lengths import cut, default_max_tokens
 from services.gateway.openai.parse import parse
@@ -34,7 +34,7 @@ Drafts = Mapping[tuple[int, bool], Draft]  # by the id of the parameters, and by
 
 
 @dataclass(frozen=True)
-class Request:
+class ClientRequest:
     """A prompt or a conversation, and its sampling parameters."""
 
     prompt: Prompt | None
@@ -54,10 +54,10 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRequest:
     """A request with its compiled prompt."""
 
-    request: Request
+    request: ClientRequest
     prompt: PromptRequest
 
     @property
@@ -87,7 +87,7 @@ class Prepared:
         return text.vocabulary.with_specials if self.prompt.settings.special_tokens else text.vocabulary
 
 
-async def check(compiler: Compiler, requests: Sequence[Request]) -> Drafts:
+async def check(compiler: RequestCompiler, requests: Sequence[ClientRequest]) -> Drafts:
     """Return the drafts of all requests. Raises InvalidRequest for wrong parameters."""
     drafts: dict[tuple[int, bool], Draft] = {}
     for request in {request.draft_key: request for request in requests}.values():
@@ -104,20 +104,20 @@ async def check(compiler: Compiler, requests: Sequence[Request]) -> Drafts:
 
 
 async def prepare(
-    compiler: Compiler, requests: Sequence[Request], drafts: Drafts, repeats: Counter[tuple[int, bytes]]
-) -> list[Prepared | TokaError]:
+    compiler: RequestCompiler, requests: Sequence[ClientRequest], drafts: Drafts, repeats: Counter[tuple[int, bytes]]
+) -> list[PreparedRequest | TokaError]:
     """Return each request with its compiled prompt, or the error of its prompt. ``drafts``: the result of ``check``.
 
     ``repeats`` counts prompts with the same seed. Each of them has a seed of its own.
     """
     encoding = (_encode(compiler, request, drafts[request.draft_key]) for request in requests)
     encoded = await asyncio.gather(*encoding, return_exceptions=True)
-    prepared: list[Prepared | TokaError] = []
+    prepared: list[PreparedRequest | TokaError] = []
     for request, one in zip(requests, encoded, strict=True):
         try:
             if isinstance(one, BaseException):
                 raise one
-            prepared.append(Prepared(request, _prompt_request(compiler, request, one, repeats)))
+            prepared.append(PreparedRequest(request, _prompt_request(compiler, request, one, repeats)))
         except TokaError as error:
             prepared.append(error)
     return prepared
@@ -131,7 +131,7 @@ class _Encoded(NamedTuple):
     thoughts: Thoughts | None = None
 
 
-async def _encode(compiler: Compiler, request: Request, draft: Draft) -> _Encoded:
+async def _encode(compiler: RequestCompiler, request: ClientRequest, draft: Draft) -> _Encoded:
     if request.conversation is not None:
         return await _encode_chat(compiler, request, draft)
     if isinstance(request.prompt, str):
@@ -141,7 +141,7 @@ async def _encode(compiler: Compiler, request: Request, draft: Draft) -> _Encode
     return _Encoded(draft, _token_ids(request.prompt))
 
 
-async def _encode_chat(compiler: Compiler, request: Request, draft: Draft) -> _Encoded:
+async def _encode_chat(compiler: RequestCompiler, request: ClientRequest, draft: Draft) -> _Encoded:
     try:
         document = orjson.dumps({"messages": list(request.conversation or ()), **request.template})
     except TypeError as error:
@@ -163,7 +163,7 @@ def _token_ids(prompt: Any) -> np.ndarray:
 
 
 def _prompt_request(
-    compiler: Compiler, request: Request, encoded: _Encoded, repeats: Counter[tuple[int, bytes]]
+    compiler: RequestCompiler, request: ClientRequest, encoded: _Encoded, repeats: Counter[tuple[int, bytes]]
 ) -> PromptRequest:
     seed, draft = request.params.seed, encoded.draft
     ids = cut(np.asarray(encoded.ids, np.uint32), draft.kept, draft.body.truncation_side)

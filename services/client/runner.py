@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from services.client.engine import Engine
+from services.client.engine import EngineProcess
 from services.client.outputs import CompletionOutput, RequestOutput, StreamOutput, Usage
-from services.client.request import Prepared, Request, check, prepare
+from services.client.request import ClientRequest, PreparedRequest, check, prepare
 from services.common.boundaries import undo_on_error
 from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest, Overloaded, TokaError, Unavailable
@@ -22,7 +22,7 @@ from services.gateway.engine.fleet import Fleet
 from services.gateway.engine.metrics import RequestMetrics
 from services.gateway.engine.session import Timings
 from services.gateway.engine.text import TextEngine
-from services.gateway.openai.compiler import Compiler
+from services.gateway.openai.compiler import RequestCompiler
 from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.openai.prompt_scores import prompt_logprobs
 from services.gateway.openai.transcript import Transcript, whole_text
@@ -39,7 +39,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 5.0
 PARSERS = {"tool_call_parser": "auto", "reasoning_parser": "auto"}  # flags for the formats of answers
 
 
-class Runner:
+class RequestRunner:
     """Runs requests. Its methods run on one event loop.
 
     ``patience_s``: seconds that a prompt waits for a scheduler that is not reachable.
@@ -49,7 +49,7 @@ class Runner:
         self,
         addresses: Sequence[str],
         tokenizer: Tokenizer,
-        engine: Engine | None,
+        engine: EngineProcess | None,
         *,
         patience_s: float,
         dialer: Dialer = PLAIN,
@@ -65,7 +65,7 @@ class Runner:
             timings=Timings(wait_for_ready=CONNECT_S, failover=patience_s),
             dialer=dialer,
         )
-        self._compiler: Compiler | None = None  # None until a scheduler is known
+        self._compiler: RequestCompiler | None = None  # None until a scheduler is known
         self._closing = asyncio.Event()
         self._asked: set[asyncio.Task[Any]] = set()  # tasks that run ``generate``
         self._watching: asyncio.Task[None] | None = None
@@ -78,7 +78,7 @@ class Runner:
         if self._engine is not None:
             self._watching = asyncio.create_task(self._end_with(self._engine))
         facts = await self._fleet.model(None)
-        self._compiler = Compiler(self.text, self._formats, facts, reads_calls=False)
+        self._compiler = RequestCompiler(self.text, self._formats, facts, reads_calls=False)
         return facts
 
     async def stop(self) -> None:
@@ -90,13 +90,13 @@ class Runner:
         await asyncio.gather(*self._asked, return_exceptions=True)
         self.text.stop()
 
-    async def _end_with(self, engine: Engine) -> None:
+    async def _end_with(self, engine: EngineProcess) -> None:
         """Fail all requests when ``engine`` has ended."""
         await engine.ended()
         self._fleet.fail_all(Unavailable(engine.trouble))
 
     async def generate(
-        self, requests: Sequence[Request], on_done: Callable[[RequestOutput], None]
+        self, requests: Sequence[ClientRequest], on_done: Callable[[RequestOutput], None]
     ) -> list[RequestOutput]:
         """Return an output for each request, in order. The error of a prompt is in its output.
 
@@ -110,7 +110,7 @@ class Runner:
         outputs: list[RequestOutput] = [RequestOutput(request.shown, []) for request in requests]
         repeats: Counter[tuple[int, bytes]] = Counter()
 
-        async def answer(index: int, prepared: Prepared) -> None:
+        async def answer(index: int, prepared: PreparedRequest) -> None:
             try:
                 outputs[index] = await self._retried(self._answered, prepared)
             except TokaError as error:
@@ -124,7 +124,7 @@ class Runner:
         async with asyncio.TaskGroup() as group:
             for first in range(0, len(requests), AT_ONCE):
                 some = requests[first : first + AT_ONCE]
-                ready: list[Prepared | TokaError] = [_closed()] * len(some)
+                ready: list[PreparedRequest | TokaError] = [_closed()] * len(some)
                 if not self._closing.is_set():
                     ready = await prepare(compiler, some, drafts, repeats)
                 for index, prepared in enumerate(ready, first):
@@ -136,7 +136,7 @@ class Runner:
                         group.create_task(answer(index, prepared))
         return outputs
 
-    async def stream(self, request: Request) -> AsyncGenerator[list[StreamOutput], None]:
+    async def stream(self, request: ClientRequest) -> AsyncGenerator[list[StreamOutput], None]:
         """Yield the new parts of samples when they arrive. Waits while the queue is full. Raises TokaError."""
         compiler = self._check_open()
         drafts = await check(compiler, [request])
@@ -159,7 +159,7 @@ class Runner:
         finally:
             active.close()
 
-    async def _accepted(self, prepared: Prepared) -> ActiveRequest:
+    async def _accepted(self, prepared: PreparedRequest) -> ActiveRequest:
         """Return a streaming request that a scheduler has accepted."""
         active = await self._submit(prepared, streaming=True)
         with undo_on_error(active.close):
@@ -173,7 +173,7 @@ class Runner:
             await self._fewer.wait()
         self._samples += samples
 
-    async def _retried(self, attempt: Callable[[Prepared], Awaitable[R]], prepared: Prepared) -> R:
+    async def _retried(self, attempt: Callable[[PreparedRequest], Awaitable[R]], prepared: PreparedRequest) -> R:
         """Return the result of ``attempt``, which is repeated while the schedulers are overloaded."""
         pause = _FIRST_PAUSE_S
         while True:
@@ -184,7 +184,7 @@ class Runner:
             await self._pause(wait)
             pause = min(pause * 2, _LAST_PAUSE_S)
 
-    async def _answered(self, prepared: Prepared) -> RequestOutput:
+    async def _answered(self, prepared: PreparedRequest) -> RequestOutput:
         """Return the output of a request when it has ended."""
         active = await self._submit(prepared, streaming=False)
         try:
@@ -194,7 +194,7 @@ class Runner:
         finally:
             active.close()
 
-    async def _submit(self, prepared: Prepared, *, streaming: bool) -> ActiveRequest:
+    async def _submit(self, prepared: PreparedRequest, *, streaming: bool) -> ActiveRequest:
         self._check_open()
         return await self._fleet.generate([prepared.prompt], streaming=streaming)
 
@@ -204,13 +204,13 @@ class Runner:
             async with asyncio.timeout(seconds * random.uniform(0.5, 1.0)):
                 await self._closing.wait()
 
-    def _check_open(self) -> Compiler:
+    def _check_open(self) -> RequestCompiler:
         """Return the compiler. Raises Unavailable before ``start`` and after ``stop``."""
         if self._closing.is_set() or self._compiler is None:
             raise _closed()
         return self._compiler
 
-    def _output(self, prepared: Prepared, active: ActiveRequest) -> RequestOutput:
+    def _output(self, prepared: PreparedRequest, active: ActiveRequest) -> RequestOutput:
         endings = [choice.outcome for choice in active.samples]
         usage = Usage(
             endings[0].prompt_tokens,
@@ -225,14 +225,14 @@ class Runner:
             self._prompt_logprobs(prepared, active),
         )
 
-    def _completion(self, prepared: Prepared, choice: ActiveSample) -> CompletionOutput:
+    def _completion(self, prepared: PreparedRequest, choice: ActiveSample) -> CompletionOutput:
         token_ids = list(map(int, choice.new_ids))
         logprobs = choice.logprobs if prepared.prompt.settings.logprobs else None
         ids, _ = choice.take()
         text = whole_text(prepared.vocabulary(self.text), ids, choice.outcome)
         return CompletionOutput(choice.index, text, token_ids, logprobs, choice.outcome.reason)
 
-    def _prompt_logprobs(self, prepared: Prepared, active: ActiveRequest) -> list[dict[str, Any] | None] | None:
+    def _prompt_logprobs(self, prepared: PreparedRequest, active: ActiveRequest) -> list[dict[str, Any] | None] | None:
         top = prepared.prompt.settings.requested_prompt_logprobs
         if top is None:
             return None
@@ -241,7 +241,7 @@ class Runner:
         return prompt_logprobs(prepared.prompt.prompt_ids, scores, top, self.text.token_text, start)
 
     def _stream_output(
-        self, prepared: Prepared, choice: ActiveSample, transcripts: dict[int, Transcript]
+        self, prepared: PreparedRequest, choice: ActiveSample, transcripts: dict[int, Transcript]
     ) -> StreamOutput:
         transcript = transcripts.get(choice.index)
         if transcript is None:

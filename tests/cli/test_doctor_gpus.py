@@ -11,7 +11,7 @@ import torch
 from services.cli.doctor import machine
 from services.cli.doctor.findings import Finding, Level
 from services.cli.doctor.machine import installed_torch, visible_of
-from services.cli.doctor.nvml import Gpu
+from services.cli.doctor.nvml import GpuInfo
 from tests.cli.looking import findings
 
 HERE = Path(__file__).parent
@@ -104,7 +104,7 @@ def test_shares_of_a_gpu_are_not_taken_for_none(gpus):
 
 
 def test_what_can_be_seen_is_what_cuda_sees():
-    first, second = (Gpu(index, f"GPU-{index}abc", "", 1, 1, (9, 0)) for index in range(2))
+    first, second = (GpuInfo(index, f"GPU-{index}abc", "", 1, 1, (9, 0)) for index in range(2))
     assert visible_of((first, second), None) == [first, second]
     assert visible_of((first, second), "1,0") == [second, first]
     assert visible_of((first, second), "GPU-1,0") == [second, first]

@@ -6,13 +6,13 @@ from collections import Counter
 import pytest
 
 from services.client import LLM, SamplingParams
-from services.client.request import Request, check, prepare
+from services.client.request import ClientRequest, check, prepare
 from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.engine.codec import ModelFacts
 from services.gateway.engine.text import TextEngine
-from services.gateway.openai.compiler import Compiler
+from services.gateway.openai.compiler import RequestCompiler
 from services.gateway.openai.output.formats import OutputFormats
 from tests.gateway.parrot import QWEN, start_parrot
 
@@ -79,7 +79,7 @@ async def test_flags_say_how_a_model_thinks_as_for_a_gateway(parrot):
     composed = []
     for parser in ("auto", "none"):
         formats = OutputFormats.of(GatewayConfig(reasoning_parser=parser), text.tokenizer)
-        compiler, asked = Compiler(text, formats, facts), [Request(None, params, say("x"))]
+        compiler, asked = RequestCompiler(text, formats, facts), [ClientRequest(None, params, say("x"))]
         [prepared] = await prepare(compiler, asked, await check(compiler, asked), Counter())
         composed.append(prepared.prompt.settings.grammar.composed)
     text.stop()

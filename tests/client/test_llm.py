@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from services.client import LLM, SamplingParams
-from services.client.runner import Runner
+from services.client.runner import RequestRunner
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.text.tokenizer import Tokenizer
 from tests.fakes.model import FakeShape, chosen_logprob, continuation, top_token_ids
@@ -292,8 +292,8 @@ def test_each_loss_is_waited_out_by_itself(tmp_path, monkeypatch):
 
 def test_a_stream_waits_for_room_in_a_full_queue(tmp_path, monkeypatch):
     refused = threading.Event()
-    pause = Runner._pause
-    monkeypatch.setattr(Runner, "_pause", lambda *arguments: refused.set() or pause(*arguments))
+    pause = RequestRunner._pause
+    monkeypatch.setattr(RequestRunner, "_pause", lambda *arguments: refused.set() or pause(*arguments))
     with (
         engine(tmp_path, worker={"step_ms": 5, "max_slots": 1}, max_queued_sequences=1) as small,
         LLM(address=small.addresses[0]) as llm,

@@ -9,7 +9,7 @@ import pytest
 
 from services.common.errors import Unavailable
 from services.gateway.engine.active_request import ActiveRequest
-from services.gateway.engine.codec import Ending, TokenLogprob
+from services.gateway.engine.codec import SampleEnding, TokenLogprob
 from services.gateway.engine.metrics import RequestMetrics
 from services.gateway.engine.request import PromptRequest, Settings
 from services.gateway.engine.session import Session, Timings
@@ -20,8 +20,8 @@ def generation(*, n: int = 1, streaming: bool = True, logprobs: bool = False) ->
     return ActiveRequest([job], streaming=streaming)
 
 
-def ending(*, at_stop_token: bool = False) -> Ending:
-    return Ending("stop", at_stop_token, 0, 1, 1, 0, 0.0, 0.0, 0.0, None)
+def ending(*, at_stop_token: bool = False) -> SampleEnding:
+    return SampleEnding("stop", at_stop_token, 0, 1, 1, 0, 0.0, 0.0, 0.0, None)
 
 
 def test_entries_of_those_who_did_not_ask_for_logprobs_are_dropped():

@@ -10,7 +10,7 @@ import orjson
 from services.common.config import GatewayConfig
 from services.common.errors import InvalidRequest
 from services.gateway.engine.active_request import ActiveRequest
-from services.gateway.engine.codec import Ending, ModelFacts
+from services.gateway.engine.codec import ModelFacts, SampleEnding
 from services.gateway.engine.request import Grammar, PromptRequest, Settings
 from services.gateway.engine.text import TextEngine
 from services.gateway.http.guard import Guard
@@ -59,7 +59,7 @@ def test_a_stored_choice_takes_little_more_memory_than_its_text():
         [PromptRequest("r", "m", np.array([5], np.uint32), 9, None, Settings(n=1000))], streaming=False
     )
     for choice in generation.samples:
-        choice.ending = Ending("length", False, 0, 1, 1, 0, 0.0, 0.0, 0.0, None)
+        choice.ending = SampleEnding("length", False, 0, 1, 1, 0, 0.0, 0.0, 0.0, None)
     shape, piece = CompletionShape("r", FACTS, None), Piece("hello", [])
     tracemalloc.start()
     kept = [shape.choice(choice, piece) for choice in generation.samples]

@@ -7,7 +7,7 @@ import pytest
 
 from services.common.errors import Internal, InvalidRequest, Overloaded, TokaError, Unavailable
 from services.gateway.engine.active_request import ActiveRequest, SchedulerRequest
-from services.gateway.engine.codec import Ending, PromptScores, encode_submit
+from services.gateway.engine.codec import PromptScores, SampleEnding, encode_submit
 from services.gateway.engine.failover import Failover
 from services.gateway.engine.metrics import RequestMetrics
 from services.gateway.engine.quarantine import PROVEN, SUSPICIOUS
@@ -176,7 +176,7 @@ def test_what_a_stream_was_told_already_is_not_told_again_and_times_add_up():
     running.replace_lost({choice: np.array([5, 6], np.uint32)})
     choice.failover_delay_s = 2.0
     running.add_tokens(choice, [7], None)
-    running.finish(choice, Ending("stop", False, 0, 3, 3, 0, 0.5, 0.25, 1.0, None))
+    running.finish(choice, SampleEnding("stop", False, 0, 3, 3, 0, 0.5, 0.25, 1.0, None))
     assert choice.take()[0] == [5, 6, 7]
     assert (choice.ending.queued_s, choice.ending.prefill_s, choice.ending.decode_s) == (0.5, 0.25, 3.0)
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.common.errors import Unavailable
-from services.gateway.engine.codec import Ending
+from services.gateway.engine.codec import SampleEnding
 from services.gateway.engine.metrics import RequestMetrics, make_registry
 from services.gateway.engine.numbers import Numbers, counting_process
 
@@ -35,8 +35,8 @@ class NoReplicas:
         return []
 
 
-def ending(tokens: int) -> Ending:
-    return Ending("stop", False, 0, 10, tokens, 0, 0.5, 0.25, 2.0, None)
+def ending(tokens: int) -> SampleEnding:
+    return SampleEnding("stop", False, 0, 10, tokens, 0, 0.5, 0.25, 2.0, None)
 
 
 def test_whoever_is_asked_answers_for_all(paths):

@@ -37,8 +37,8 @@ def test_a_scheduler_is_told_how_much_time_is_left_since_its_clock_may_differ(no
     assert (request.deadline_in_ms, request.deadline_unix_ms) == (left_ms, 2_000_000 + left_ms)
 
 
-def ending() -> codec.Ending:
-    return codec.Ending("length", False, 0, 1, 1, 0, 0.0, 0.0, 0.0, None)
+def ending() -> codec.SampleEnding:
+    return codec.SampleEnding("length", False, 0, 1, 1, 0, 0.0, 0.0, 0.0, None)
 
 
 async def test_streams_and_others_in_one_message_each_get_their_tokens():

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 from services.common.text.vocabulary import Vocabulary
-from services.gateway.engine.codec import Ending, TokenLogprob
+from services.gateway.engine.codec import SampleEnding, TokenLogprob
 from services.gateway.openai.transcript import Transcript, whole_text
 
 PIECES = [b"", b"ab", b"cd", b"STO", b"P!", "é".encode()[:1], "é".encode()[1:]]
 VOCABULARY = Vocabulary(PIECES, frozenset({0}))
 
 
-def ending(trailing_bytes: int = 0) -> Ending:
-    return Ending("stop", False, trailing_bytes, 1, 1, 0, 0.0, 0.0, 0.0, None)
+def ending(trailing_bytes: int = 0) -> SampleEnding:
+    return SampleEnding("stop", False, trailing_bytes, 1, 1, 0, 0.0, 0.0, 0.0, None)
 
 
 def run(batches: list[list[int]], stops=(), trailing_bytes: int = 0):

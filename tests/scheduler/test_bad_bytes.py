@@ -27,7 +27,7 @@ async def test_a_method_name_that_is_not_utf8_disturbs_no_call():
 
 async def test_a_scheduler_whose_server_accepts_no_calls_ends(monkeypatch):
     """An orchestrator starts it again."""
-    monkeypatch.setattr(acceptor.Acceptor, "_make_request_call_future", cygrpc.AioServer._make_request_call_future)
+    monkeypatch.setattr(acceptor.GrpcAcceptor, "_make_request_call_future", cygrpc.AioServer._make_request_call_future)
     config = SchedulerConfig(worker_addresses=("127.0.0.1:1",), scheduler_listen="127.0.0.1:0")  # no worker is there
     server = SchedulerServer(config)
     await call(await server.start(), NOT_UTF8)

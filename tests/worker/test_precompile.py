@@ -13,11 +13,11 @@ from structlog.testing import capture_logs
 
 from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.worker.boot.precompile.background import KernelCompiler, can_precompile
-from services.worker.boot.precompile.job import Gpu, Job
+from services.worker.boot.precompile.job import GpuTarget, Job
 from services.worker.boot.progress import BootProgress, StartTimes
 from tests.worker.interpreter import needs_triton
 
-GPU = Gpu(name="a GPU", capability=(9, 0), memory=80 << 30, flashinfer=False)
+GPU = GpuTarget(name="a GPU", capability=(9, 0), memory=80 << 30, flashinfer=False)
 # What the child does, but for most of the compilations, which take minutes on a processor.
 REHEARSE = """
 import json, sys
@@ -36,7 +36,7 @@ print(json.dumps({"kernels": [launch.kernel.__name__ for launch in launches], "c
 """
 
 
-def job(model, gpu: Gpu = GPU, **flags) -> Job:
+def job(model, gpu: GpuTarget = GPU, **flags) -> Job:
     sizes = {"max_seqs_per_forward": 64, "max_tokens_per_forward": 256, "kv_cache_num_tokens": 4096}
     flags = {"load_format": "dummy", "use_cudagraphs": True} | sizes | flags
     config = ChosenWorkerConfig(model=str(model), **flags)

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 
 from services.cli.bench.exchange import Endpoint, Reply
-from services.cli.bench.sending import Body, Report, Share, send_share
+from services.cli.bench.sending import Body, ClientReport, Share, send_share
 from services.common.boundaries import undo_on_error
 from services.common.host.descriptors import raise_limit
 
@@ -55,7 +55,7 @@ class Clients:
             pipe.send(start)
         self._open = list(self._pipes)
 
-    def reports(self) -> Iterator[list[Report]]:
+    def reports(self) -> Iterator[list[ClientReport]]:
         """Yield new reports, or an empty list every 10 ms, until all processes have ended. Raises ``ClientError``."""
         while self._open:
             received = []
@@ -64,11 +64,11 @@ class Clients:
                 received.append(self._receive(pipe))
             yield received
 
-    def _receive(self, pipe: Connection) -> Report:
+    def _receive(self, pipe: Connection) -> ClientReport:
         try:
-            report: Report = pipe.recv()
+            report: ClientReport = pipe.recv()
         except EOFError:
-            report = Report(self._pipes.index(pipe), trouble="it was killed")
+            report = ClientReport(self._pipes.index(pipe), trouble="it was killed")
         if report.trouble:
             raise ClientError(f"a client process failed: {report.trouble}")
         if report.busy is not None:

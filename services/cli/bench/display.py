@@ -11,8 +11,8 @@ from rich.table import Table
 
 from services.cli.bench.exchange import Reply
 from services.cli.bench.figures import Figures, Spread, histogram, output_rate
-from services.cli.bench.load import Outcome
-from services.cli.bench.sending import Report
+from services.cli.bench.load import LoadOutcome
+from services.cli.bench.sending import ClientReport
 from services.cli.sparkline import sparkline
 
 _BINS = 40
@@ -56,7 +56,7 @@ class Live:
         self._firsts = []
         self._task = self._progress.add_task(title, total=total, status="")
 
-    def update(self, reports: list[Report], outcome: Outcome) -> None:
+    def update(self, reports: list[ClientReport], outcome: LoadOutcome) -> None:
         """Show the progress after new ``reports``."""
         if not reports:
             return

@@ -63,7 +63,7 @@ class Endpoint:
         return head.encode() + content
 
 
-class Sender:
+class RequestSender:
     """Sends requests to one endpoint, and counts the arrivals of text."""
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -98,7 +98,7 @@ class Sender:
 class _Exchange(asyncio.Protocol):
     """The exchange of one request and its reply, on its own connection."""
 
-    def __init__(self, sender: Sender, request: bytes, done: "asyncio.Future[Reply]") -> None:
+    def __init__(self, sender: RequestSender, request: bytes, done: "asyncio.Future[Reply]") -> None:
         self.done = done
         self._sender = sender
         self._request = request

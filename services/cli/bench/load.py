@@ -11,14 +11,14 @@ import numpy as np
 
 from services.cli.bench.clients import Clients
 from services.cli.bench.exchange import Endpoint, Reply
-from services.cli.bench.sending import Bodies, Report, Share
+from services.cli.bench.sending import Bodies, ClientReport, Share
 
 PERIOD_S = 0.25  # between reports of a client process
 _ENDLESS = 2**40  # number of requests that is never reached
 
 
 @dataclass(frozen=True)
-class Load:
+class OfferedLoad:
     """The requests of ``body`` from number ``first``: sent at ``arrivals``, with a concurrency, or all at once."""
 
     body: Bodies
@@ -44,7 +44,7 @@ class Load:
 
 
 @dataclass
-class Outcome:
+class LoadOutcome:
     """The replies to a load so far. Used by the thread that waits for it."""
 
     replies: list[tuple[int, Reply]] = field(default_factory=list)  # request numbers and replies, in order of the end
@@ -57,7 +57,7 @@ class Outcome:
         """Number of requests without a whole reply."""
         return sum(self._running.values())
 
-    def add(self, reports: list[Report]) -> None:
+    def add(self, reports: list[ClientReport]) -> None:
         """Add the replies and the counts of new reports."""
         for report in reports:
             self.replies += report.replies
@@ -65,12 +65,14 @@ class Outcome:
             self._running[report.client] = report.running
 
 
-def drive(endpoint: Endpoint, load: Load, clients: int, on_reports: Callable[[list[Report], Outcome], None]) -> Outcome:
+def drive(
+    endpoint: Endpoint, load: OfferedLoad, clients: int, on_reports: Callable[[list[ClientReport], LoadOutcome], None]
+) -> LoadOutcome:
     """Send a load and wait for its end, or for Ctrl-C. Call it in the main thread, since it handles SIGINT.
 
     ``on_reports`` is called with the new reports every 10 ms, even if there are none.
     """
-    outcome = Outcome()
+    outcome = LoadOutcome()
     with _interrupts(outcome), Clients(endpoint, load.shares(clients), PERIOD_S) as processes:
         processes.begin()
         for reports in processes.reports():
@@ -82,7 +84,7 @@ def drive(endpoint: Endpoint, load: Load, clients: int, on_reports: Callable[[li
 
 
 @contextmanager
-def _interrupts(outcome: Outcome) -> Iterator[None]:
+def _interrupts(outcome: LoadOutcome) -> Iterator[None]:
     """Record Ctrl-C in ``outcome``. An exception could interrupt the reading of a report."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:

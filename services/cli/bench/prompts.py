@@ -25,7 +25,7 @@ _WORDS = _TEXT.split()
 
 
 @dataclass(frozen=True)
-class Lengths:
+class PromptLengths:
     """A distribution of token counts: uniform from ``low`` to ``high``, or lognormal with ``median`` up to ``high``."""
 
     low: int
@@ -34,7 +34,7 @@ class Lengths:
     sigma: float = 0.0
 
     @classmethod
-    def parse(cls, text: str) -> "Lengths":
+    def parse(cls, text: str) -> "PromptLengths":
         """Parse ``256``, ``128-512`` or ``lognormal:99,1.2,2048`` (median, sigma, maximum). Raises ``ValueError``."""
         kind, colon, values = text.partition(":")
         try:
@@ -89,8 +89,8 @@ class Synthetic:
 
     asking: Asking
     seed: int
-    prompt_tokens: Lengths
-    output_tokens: Lengths
+    prompt_tokens: PromptLengths
+    output_tokens: PromptLengths
     vocab_size: int | None = None
 
     def __call__(self, number: int) -> Body:
@@ -129,7 +129,7 @@ class Rows:
     asking: Asking
     seed: int
     prompts: list[str] | list[list[Any]]
-    output_tokens: Lengths
+    output_tokens: PromptLengths
 
     def __call__(self, number: int) -> Body:
         answer = self.output_tokens.draw(np.random.default_rng((self.seed, number)))
@@ -140,8 +140,8 @@ def make_bodies(
     asking: Asking,
     seed: int,
     prompts: list[str] | list[list[Any]] | None,
-    prompt_tokens: Lengths,
-    output_tokens: Lengths,
+    prompt_tokens: PromptLengths,
+    output_tokens: PromptLengths,
     vocab_size: int | None,
 ) -> Bodies:
     """Return ``Rows`` of ``prompts``, or ``Synthetic`` if they are None."""

@@ -12,7 +12,7 @@ from rich.console import Console
 from services.cli.bench.display import Live, show, warn_if_busy
 from services.cli.bench.exchange import Endpoint, Reply
 from services.cli.bench.figures import Figures
-from services.cli.bench.load import Load, Outcome, drive
+from services.cli.bench.load import LoadOutcome, OfferedLoad, drive
 from services.cli.bench.plot import plot
 from services.cli.bench.sending import Bodies
 from services.cli.bench.server import ServerError, served_model, without_version
@@ -22,7 +22,7 @@ INTERRUPTED = 130  # the exit status after Ctrl-C
 
 
 @dataclass
-class Run:
+class BenchRun:
     """A run of a command, used by its only thread."""
 
     command: str
@@ -39,7 +39,7 @@ class Run:
     interrupted: bool = False
 
     @classmethod
-    def of(cls, command: str, config: Config, *, chat: bool = False) -> "Run":
+    def of(cls, command: str, config: Config, *, chat: bool = False) -> "BenchRun":
         """Return the run that ``config`` describes. Raises ``ServerError``."""
         given: dict[str, Any] = {name: as_text(value) if isinstance(value, tuple) else value for name, value in config}
         json_to, plot_to, api_key, ca = (given.pop(name, None) for name in ("json_to", "plot_to", "api_key", "ca"))
@@ -56,21 +56,21 @@ class Run:
         """Send ``count`` requests one after the other, which are not measured. Raises ``ServerError`` if one fails."""
         if not count or self.interrupted:
             return
-        outcome = self.drive(live, "warming up", Load(body, count, first, concurrency=1), clients=1)
+        outcome = self.drive(live, "warming up", OfferedLoad(body, count, first, concurrency=1), clients=1)
         for _, reply in outcome.replies:
             if reply.error:
                 raise ServerError(f"{self.url} does not serve such requests: {reply.error}")
 
-    def drive(self, live: Live, title: str, load: Load, clients: int | None = None) -> Outcome:
+    def drive(self, live: Live, title: str, load: OfferedLoad, clients: int | None = None) -> LoadOutcome:
         """Send a load, unless Ctrl-C has interrupted the run."""
         live.begin(title, load.count)
         if self.interrupted:
-            return Outcome(interrupted=True)
+            return LoadOutcome(interrupted=True)
         outcome = drive(self.endpoint, load, clients or self.clients, live.update)
         self.busy, self.interrupted = max(self.busy, outcome.busy), outcome.interrupted
         return outcome
 
-    def report(self, outcome: Outcome, title: str, *, streamed: bool) -> int:
+    def report(self, outcome: LoadOutcome, title: str, *, streamed: bool) -> int:
         """Show, write and plot the figures of a load. Return the exit status."""
         replies = [reply for _, reply in outcome.replies]
         figures = Figures.of(replies, streamed=streamed, unfinished=outcome.running if outcome.interrupted else 0)

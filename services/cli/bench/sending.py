@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from services.cli.bench.exchange import Endpoint, Reply, Sender
+from services.cli.bench.exchange import Endpoint, Reply, RequestSender
 from services.common.boundaries import errors_to
 
 Body = dict[str, Any]
@@ -27,7 +27,7 @@ class Share:
 
 
 @dataclass
-class Report:
+class ClientReport:
     """The progress of a process since its last report."""
 
     client: int  # number of the process
@@ -41,9 +41,9 @@ class Report:
 def send_share(pipe: Connection) -> None:
     """Run a client process: receive a share, report readiness, receive the start time, send, and report."""
     index, endpoint, share, period_s = pipe.recv()
-    with errors_to(lambda error: pipe.send(Report(index, trouble="".join(traceback.format_exception(error))))):
+    with errors_to(lambda error: pipe.send(ClientReport(index, trouble="".join(traceback.format_exception(error))))):
         client = _Client(index, pipe, endpoint, share)
-        pipe.send(Report(index))
+        pipe.send(ClientReport(index))
         asyncio.run(client.run(pipe.recv(), period_s))
 
 
@@ -55,7 +55,7 @@ class _Client:
         self._pipe = pipe
         self._endpoint = endpoint
         self._share = share
-        self._sender = Sender(endpoint)
+        self._sender = RequestSender(endpoint)
         self._replies: list[tuple[int, Reply]] = []
         self._reported = 0  # arrivals of text
         at_once = share.due is None and share.concurrency is None
@@ -110,4 +110,4 @@ class _Client:
         replies, self._replies = self._replies, []
         arrivals = self._sender.arrivals - self._reported
         self._reported = self._sender.arrivals
-        self._pipe.send(Report(self._index, replies, self._sender.running, arrivals, busy))
+        self._pipe.send(ClientReport(self._index, replies, self._sender.running, arrivals, busy))

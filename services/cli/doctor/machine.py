@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from services.cli.doctor.nvml import Driver, Gpu, read_driver
+from services.cli.doctor.nvml import Driver, GpuInfo, read_driver
 from services.common.config import DeploymentConfig
 
 
@@ -49,10 +49,10 @@ class Machine:
         return os.environ.get("CUDA_VISIBLE_DEVICES", here)
 
     @property
-    def gpus(self) -> list[Gpu]:
+    def gpus(self) -> list[GpuInfo]:
         """The visible GPUs, in the order of ``visible``."""
         if self.planned_gpu is not None:
-            planned = Gpu(0, "", "a GPU", self.planned_gpu, self.planned_gpu, (9, 0))
+            planned = GpuInfo(0, "", "a GPU", self.planned_gpu, self.planned_gpu, (9, 0))
             return [replace(planned, index=index) for index in range(self.workers)]
         return visible_of(self.driver.gpus, self.visible)
 
@@ -70,14 +70,14 @@ class Machine:
         return there and (self.torch is None or self.torch.cuda is not None)
 
 
-def visible_of(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
+def visible_of(gpus: Sequence[GpuInfo], visible: str | None) -> list[GpuInfo]:
     """Return the GPUs that ``visible`` names by number or by the beginning of a UUID.
 
     As in CUDA, an unknown name hides all names after it.
     """
     if visible is None:
         return list(gpus)
-    found: list[Gpu] = []
+    found: list[GpuInfo] = []
     for name in filter(None, (each.strip() for each in visible.split(","))):
         match = [gpu for gpu in gpus if str(gpu.index) == name or (not name.isdigit() and gpu.uuid.startswith(name))]
         if len(match) != 1:

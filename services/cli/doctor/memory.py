@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from services.cli.doctor.findings import Finding, amount, fail, ok, warn
 from services.cli.doctor.machine import Machine
-from services.cli.doctor.model import Shape
+from services.cli.doctor.model import ModelShape
 from services.common.config import WorkerConfig
 from services.common.host.resources import available_memory
 from services.worker.described.choices import H200_MULTIPROCESSORS, Device, FlagChoice, choose
@@ -20,7 +20,7 @@ _CONTEXT = 1 << 30
 _STEP_MARGIN = 1.5  # factor of the estimate of a step's memory, to be safe
 
 
-def check_memory(machine: Machine, shape: Shape) -> Iterator[Finding]:
+def check_memory(machine: Machine, shape: ModelShape) -> Iterator[Finding]:
     """Yield the settings that the workers would choose, and the room on the rank with the least memory."""
     if not machine.on_cuda or machine.gpus:  # sizes of MIG instances are unknown
         yield ok("settings", ", ".join(f"{each.name}={each.value}" for each in choices(machine, shape)))
@@ -31,7 +31,7 @@ def check_memory(machine: Machine, shape: Shape) -> Iterator[Finding]:
     # Otherwise the check of the GPUs has reported the lack.
 
 
-def footprints(machine: Machine, shape: Shape) -> list[Footprint]:
+def footprints(machine: Machine, shape: ModelShape) -> list[Footprint]:
     """Return the footprints of a replica's ranks on CUDA, with the settings that the workers would choose."""
     config, found, device = machine.config, [], _device(machine)
     for stage, layers in enumerate(shape.stages):
@@ -42,7 +42,7 @@ def footprints(machine: Machine, shape: Shape) -> list[Footprint]:
     return found
 
 
-def choices(machine: Machine, shape: Shape) -> tuple[FlagChoice, ...]:
+def choices(machine: Machine, shape: ModelShape) -> tuple[FlagChoice, ...]:
     """Return the settings that the first worker would choose."""
     config, described = machine.config, shape.described
     ranks = Ranks(0, config.tp_size, 0, config.pp_size)
@@ -63,7 +63,7 @@ def _device(machine: Machine) -> Device:
     return Device("cuda", scarcest.name, free, scarcest.total, H200_MULTIPROCESSORS, capability)
 
 
-def _on_cuda(machine: Machine, shape: Shape) -> Iterator[Finding]:
+def _on_cuda(machine: Machine, shape: ModelShape) -> Iterator[Finding]:
     config, size = machine.config, machine.config.page_size
     ranks = footprints(machine, shape)
     gpus = machine.gpus[: machine.workers]
@@ -107,7 +107,7 @@ def _on_cuda(machine: Machine, shape: Shape) -> Iterator[Finding]:
         yield from _fits(text, requested, shape, facts, spare=likely > 2 * requested)
 
 
-def _fits(text: str, requested: int, shape: Shape, facts: dict[str, int], *, spare: bool) -> Iterator[Finding]:
+def _fits(text: str, requested: int, shape: ModelShape, facts: dict[str, int], *, spare: bool) -> Iterator[Finding]:
     text += f"; {requested:,} are requested: {_sequences(requested, shape)}"
     if requested < shape.max_context:
         fix = f"kv_cache_num_tokens={shape.max_context} or more, or max_context_tokens={requested}"
@@ -118,14 +118,14 @@ def _fits(text: str, requested: int, shape: Shape, facts: dict[str, int], *, spa
         yield ok("memory", text, **facts)
 
 
-def _sequences(tokens: int, shape: Shape) -> str:
+def _sequences(tokens: int, shape: ModelShape) -> str:
     whole = tokens // shape.max_context
     if not whole:
         return f"less than one sequence of {shape.max_context:,} tokens"
     return f"{whole:,} sequence{'s' * (whole != 1)} of {shape.max_context:,} tokens at once, more of shorter ones"
 
 
-def _on_cpu(machine: Machine, shape: Shape) -> Iterator[Finding]:
+def _on_cpu(machine: Machine, shape: ModelShape) -> Iterator[Finding]:
     """Check the host's memory, which all workers share. A page of the cache takes memory when it is first written."""
     config = machine.config
     item = FLOAT32 if config.dtype in ("auto", "float32") else BFLOAT16

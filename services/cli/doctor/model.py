@@ -6,10 +6,10 @@ from pathlib import Path
 
 from services.cli.doctor.findings import Finding, amount, fail, from_error, ok, unknown, warn
 from services.cli.doctor.machine import Machine
-from services.cli.doctor.nvml import Gpu
+from services.cli.doctor.nvml import GpuInfo
 from services.common.config import DeploymentConfig, WorkerConfig
 from services.common.errors import InvalidRequest
-from services.common.model.checkpoint_files import BrokenFile, Shard, read_shards
+from services.common.model.checkpoint_files import BrokenFile, CheckpointShard, read_shards
 from services.common.model.files import TEXT_FILES, WEIGHT_FILES, read_card, resolve
 from services.common.model.json_object import read_json
 from services.worker.described.checkpoint import DERIVED, checkpoint_shapes
@@ -28,7 +28,7 @@ from services.worker.described.stages import layers_of
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """Sizes of a supported model, from which the memory is computed."""
 
     described: ModelConfig
@@ -56,7 +56,7 @@ def find(config: DeploymentConfig) -> tuple[Path | None, list[Finding]]:
     return Path(found), []
 
 
-def check_config(config: DeploymentConfig, directory: Path) -> tuple[Shape | None, list[Finding]]:
+def check_config(config: DeploymentConfig, directory: Path) -> tuple[ModelShape | None, list[Finding]]:
     """Check ``config.json``, and the flags that depend on it."""
     try:
         described = read_model_config(read_json(directory / "config.json", required=True))
@@ -75,10 +75,10 @@ def check_config(config: DeploymentConfig, directory: Path) -> tuple[Shape | Non
     if not card.eos_token_ids:
         fix = "add eos_token_id to generation_config.json"
         findings.append(warn("model", "no eos_token_id: answers end at max_tokens or a stop string only", fix))
-    return Shape(described, tuple(stages), config.max_context_tokens or limit), findings
+    return ModelShape(described, tuple(stages), config.max_context_tokens or limit), findings
 
 
-def check_device(machine: Machine, shape: Shape) -> Iterator[Finding]:
+def check_device(machine: Machine, shape: ModelShape) -> Iterator[Finding]:
     """Check that the workers' devices support the flags and sizes of the model. Yield failures only."""
     config = machine.config
     try:
@@ -98,7 +98,7 @@ def check_device(machine: Machine, shape: Shape) -> Iterator[Finding]:
         yield warn("flags", text, "leave it out, or use device=cuda")
 
 
-def _refuse_fp8(config: DeploymentConfig, gpus: Sequence[Gpu]) -> None:
+def _refuse_fp8(config: DeploymentConfig, gpus: Sequence[GpuInfo]) -> None:
     for gpu in gpus:
         if config.kv_cache_dtype == "fp8":
             refuse_fp8_cache(gpu.name, gpu.capability)
@@ -143,7 +143,7 @@ def check_weights(config: DeploymentConfig, directory: Path, described: ModelCon
     if config.load_format == "dummy":
         yield ok("weights", "load_format=dummy: none are read")
         return
-    shards: list[Shard] = []
+    shards: list[CheckpointShard] = []
     broken = False
     for each in read_shards(directory):
         if isinstance(each, BrokenFile):

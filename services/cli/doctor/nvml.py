@@ -17,7 +17,7 @@ _P2P_READ, _P2P_NVLINK = 0, 2  # pynvml defines the first as a tuple, which its 
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuInfo:
     """A device. Sizes are in bytes."""
 
     index: int
@@ -37,7 +37,7 @@ class Driver:
     trouble: str = ""
     version: str = ""
     cuda: tuple[int, int] = (0, 0)  # the latest CUDA version that it supports
-    gpus: tuple[Gpu, ...] = field(default_factory=tuple)
+    gpus: tuple[GpuInfo, ...] = field(default_factory=tuple)
 
 
 def read_driver() -> Driver:
@@ -59,7 +59,7 @@ def _from_json(read: dict[str, Any]) -> Driver:
         for gpu in read["gpus"]
     ]
     major, minor = read["cuda"]
-    return Driver(read["trouble"], read["version"], (major, minor), tuple(Gpu(**gpu) for gpu in gpus))
+    return Driver(read["trouble"], read["version"], (major, minor), tuple(GpuInfo(**gpu) for gpu in gpus))
 
 
 def ask() -> Driver:
@@ -76,7 +76,7 @@ def ask() -> Driver:
         return Driver(f"NVIDIA's driver does not answer: {error}")
 
 
-def _gpus(nvml: Any) -> tuple[Gpu, ...]:
+def _gpus(nvml: Any) -> tuple[GpuInfo, ...]:
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
 
     def reached(index: int, how: int) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ def _gpus(nvml: Any) -> tuple[Gpu, ...]:
         memory, capability = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetCudaComputeCapability(handle)
         uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
         links = reached(index, _P2P_READ), reached(index, _P2P_NVLINK)
-        found.append(Gpu(index, uuid, name, memory.total, memory.free, tuple(capability), *links))
+        found.append(GpuInfo(index, uuid, name, memory.total, memory.free, tuple(capability), *links))
     return tuple(found)
 
 

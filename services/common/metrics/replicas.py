@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from tokasaurus.scheduler.v1 import observe_pb2
 
 
-class Report(NamedTuple):
+class ReplicaReport(NamedTuple):
     """Latest load of one scheduler."""
 
     replica: str  # its address
@@ -133,7 +133,7 @@ _STEP_SIZES: dict[str, Collection[int]] = {
 _STAGES = ("wait", "take", "plan", "send", "report", "deliver")  # of the step loop: loop_<stage>_ns
 
 
-def replica_metrics(reports: Iterable[Report]) -> Iterator[Metric]:
+def replica_metrics(reports: Iterable[ReplicaReport]) -> Iterator[Metric]:
     """Yield all metrics of ``reports`` with the label ``replica``, and vLLM's names also with ``model_name``."""
     reports = list(reports)
     gauges: Iterator[_Figure] = ((each, GaugeMetricFamily, each.read) for each in _GAUGES)
@@ -154,7 +154,7 @@ def replica_metrics(reports: Iterable[Report]) -> Iterator[Metric]:
     yield from (_step_sizes(reports, name, shown) for name, shown in _STEP_SIZES.items())
 
 
-def _waiting(reports: list[Report]) -> Metric:
+def _waiting(reports: list[ReplicaReport]) -> Metric:
     """Return vLLM's waiting requests by reason: ``capacity`` or, while no worker is ready, ``deferred``."""
     family = GaugeMetricFamily(
         "vllm:num_requests_waiting_by_reason",
@@ -168,7 +168,7 @@ def _waiting(reports: list[Report]) -> Metric:
     return family
 
 
-def _cache(reports: list[Report]) -> Metric:
+def _cache(reports: list[ReplicaReport]) -> Metric:
     family = GaugeMetricFamily(
         "vllm:cache_config_info",
         "1; block_size: tokens in a KV page; num_gpu_blocks: KV pages in total",
@@ -180,7 +180,7 @@ def _cache(reports: list[Report]) -> Metric:
     return family
 
 
-def _step_sizes(reports: list[Report], name: str, shown: Collection[int]) -> Metric:
+def _step_sizes(reports: list[ReplicaReport], name: str, shown: Collection[int]) -> Metric:
     """Return the histogram of tokens in a step with the bounds ``shown``. Loads count by powers of two."""
     known = name.startswith("vllm:")
     labels = ["model_name", "replica"] if known else ["replica"]
@@ -198,7 +198,7 @@ def _reader(field: str, scale: float = 1) -> Callable[[observe_pb2.Load], float]
     return lambda load: scale * getattr(load.counters, field)
 
 
-def _stages(reports: list[Report]) -> Metric:
+def _stages(reports: list[ReplicaReport]) -> Metric:
     family = CounterMetricFamily(
         "toka_step_loop_seconds", "Time of the step loop's thread by stage; wait: idle", labels=["replica", "stage"]
     )
@@ -208,7 +208,7 @@ def _stages(reports: list[Report]) -> Metric:
     return family
 
 
-def _forecast(reports: list[Report]) -> Metric:
+def _forecast(reports: list[ReplicaReport]) -> Metric:
     family = GaugeMetricFamily(
         "toka_forecast_kv_pages",
         "KV pages that running sequences will use after this number of steps",

@@ -45,7 +45,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class Shard:
+class CheckpointShard:
     """A weight file of a checkpoint."""
 
     path: Path
@@ -53,7 +53,7 @@ class Shard:
     tensors: dict[str, StoredTensor]
 
 
-def read_shards(directory: Path) -> Iterator[Shard | BrokenFile]:
+def read_shards(directory: Path) -> Iterator[CheckpointShard | BrokenFile]:
     """Yield each file that the index names, or the only file. For a damaged file, yield a ``BrokenFile``."""
     try:
         placed = read_index(directory)
@@ -110,7 +110,7 @@ def read_index(directory: Path) -> dict[str, str]:
     return placed
 
 
-def read_shard(path: Path) -> Shard:
+def read_shard(path: Path) -> CheckpointShard:
     """Return a file's tensors, checked against its size. Raises ``BrokenFile``."""
     if not path.is_file():
         raise BrokenFile(f"{path} does not exist: the weights are incomplete", _AGAIN)
@@ -143,7 +143,7 @@ def read_shard(path: Path) -> Shard:
         raise BrokenFile(
             f"{path} has {size:,} bytes but its header describes {8 + length + end:,}: it is incomplete", _AGAIN
         )
-    return Shard(path, size, tensors)
+    return CheckpointShard(path, size, tensors)
 
 
 def _parse(header: bytes) -> tuple[dict[str, StoredTensor], int]:

@@ -18,7 +18,7 @@ from grpc.aio import _server
 _UNKNOWN = "/tokasaurus.common.Unknown/Method"
 
 
-class Acceptor(cygrpc.AioServer):  # type: ignore[misc]
+class GrpcAcceptor(cygrpc.AioServer):  # type: ignore[misc]
     """Serving loop that overrides a private method of grpcio.
 
     ``tests/common/rpc/test_server.py`` fails if a release of grpcio no longer calls the method.
@@ -42,7 +42,7 @@ def accepting_server(
     options: Sequence[tuple[str, int]],
     most_calls: int | None = None,
 ) -> grpc.aio.Server:
-    """Return a server that uses ``Acceptor``. The running event loop owns it.
+    """Return a server that uses ``GrpcAcceptor``. The running event loop owns it.
 
     At most ``most_calls`` run at once, and further calls get RESOURCE_EXHAUSTED. None means no limit.
     """
@@ -58,7 +58,7 @@ class _AcceptingServer(_server.Server):
         most_calls: int | None,
     ) -> None:
         self._loop = cygrpc.get_working_loop()
-        self._server = Acceptor(self._loop, None, (), tuple(interceptors), tuple(options), most_calls)
+        self._server = GrpcAcceptor(self._loop, None, (), tuple(interceptors), tuple(options), most_calls)
         unknown: Any = grpc.stream_stream_rpc_method_handler(_refuse)
         self._server.add_registered_method_handlers({_UNKNOWN: unknown})
 

@@ -15,7 +15,7 @@ from services.gateway.batch.validation import validate
 from services.gateway.store.blobs import Blobs
 from services.gateway.store.expiry import Expiring
 from services.gateway.store.files import Files
-from services.gateway.store.leases import HEARTBEAT_S, ChunkLease, LeaseLost, Leases, Outcome
+from services.gateway.store.leases import HEARTBEAT_S, ChunkLease, LeaseLost, Leases, LineOutcome
 from services.gateway.store.tables import IN_PROGRESS, VALIDATING, StoredBatch
 from services.gateway.store.tries import Tries
 from services.gateway.store.work import Candidate, ChunkKey
@@ -221,7 +221,7 @@ class Executor:
 
     async def _commit_outcomes(self) -> None:
         results = self._runner.take_results()
-        by_chunk: dict[ChunkKey, list[Outcome]] = {}
+        by_chunk: dict[ChunkKey, list[LineOutcome]] = {}
         for result in results:
             by_chunk.setdefault(result.chunk, []).append(result.outcome)
         try:
@@ -230,7 +230,7 @@ class Executor:
         finally:
             self._runner.kept(results)
 
-    async def _keep(self, by_chunk: dict[ChunkKey, list[Outcome]]) -> None:
+    async def _keep(self, by_chunk: dict[ChunkKey, list[LineOutcome]]) -> None:
         """Store results. If the store rejects those of a chunk, drop the chunk, whose lines then run again."""
         try:
             lost = await self._committed(by_chunk)
@@ -249,7 +249,7 @@ class Executor:
             else:
                 self._done(key, {result.line for result in results})
 
-    async def _committed(self, by_chunk: dict[ChunkKey, list[Outcome]]) -> set[ChunkKey]:
+    async def _committed(self, by_chunk: dict[ChunkKey, list[LineOutcome]]) -> set[ChunkKey]:
         """Store results, and retry until the store answers or ``stop``. Return the chunks whose lease was lost."""
         while True:
             try:

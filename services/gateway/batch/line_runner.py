@@ -12,11 +12,11 @@ import structlog
 from services.common.boundaries import undo_on_error
 from services.common.chunks import chunks_by_size
 from services.gateway.batch.requests import Requests, failed
-from services.gateway.batch.slots import Slot, Slots
+from services.gateway.batch.slots import LineSlots, Slot
 from services.gateway.batch.validation import CHUNK_LINES
 from services.gateway.http.lines import Displaced, Line, Lines
 from services.gateway.store.blobs import BLOCK_BYTES, Blobs
-from services.gateway.store.leases import ChunkLease, Outcome
+from services.gateway.store.leases import ChunkLease, LineOutcome
 from services.gateway.store.work import ChunkKey
 
 log = structlog.get_logger(__name__)
@@ -29,7 +29,7 @@ class Result(NamedTuple):
     """The outcome of a line. It occupies its slot until it is in the store."""
 
     chunk: ChunkKey
-    outcome: Outcome
+    outcome: LineOutcome
     slot: Slot
 
 
@@ -52,8 +52,8 @@ class RunningChunk:
 class LineRunner:
     """Runs the lines of an executor's chunks, on its event loop.
 
-    Keys share the slots: see ``Slots``. The next chunk of a key is leased when fewer lines of the key than one chunk
-    has wait for slots. A free slot therefore finds a waiting line of every key that has unfinished lines.
+    Keys share the slots: see ``LineSlots``. The next chunk of a key is leased when fewer lines of the key than one
+    chunk has wait for slots. A free slot therefore finds a waiting line of every key that has unfinished lines.
     """
 
     def __init__(self, blobs: Blobs, requests: Requests, lines: Lines, concurrency: int) -> None:
@@ -61,7 +61,7 @@ class LineRunner:
         self._requests = requests
         self._lines = lines
         # Without API keys there is one tenant, which may use every slot.
-        self._slots = Slots(concurrency, concurrency // _RESERVED if lines.guard.wants_keys else 0)
+        self._slots = LineSlots(concurrency, concurrency // _RESERVED if lines.guard.wants_keys else 0)
         self._unstarted: Counter[str] = Counter()  # lines of chunks that wait for a slot, by fairness key
         self._crowded: Counter[str] = Counter()  # chunks that wait for their key's limits, by fairness key
         self._results: list[Result] = []
@@ -172,7 +172,7 @@ class LineRunner:
         self._results.append(Result(lease.key, result, slot))
         self.news.set()
 
-    async def _result(self, lease: ChunkLease, number: int, text: bytes, line: Line, slot: Slot) -> Outcome:
+    async def _result(self, lease: ChunkLease, number: int, text: bytes, line: Line, slot: Slot) -> LineOutcome:
         while True:
             try:
                 return await self._requests.run(lease.batch, number, text, line, slot)

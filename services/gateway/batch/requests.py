@@ -27,7 +27,7 @@ from services.gateway.openai.parse import IGNORED_HEADER
 from services.gateway.openai.responses import routes as responses
 from services.gateway.openai.router import Endpoint
 from services.gateway.store.ids import new_id
-from services.gateway.store.leases import Outcome
+from services.gateway.store.leases import LineOutcome
 from services.gateway.store.tables import StoredBatch
 
 log = structlog.get_logger(__name__)
@@ -52,7 +52,7 @@ class Requests:
         self._gateway = gateway
         self._endpoints = endpoints
 
-    async def run(self, batch: StoredBatch, number: int, text: bytes, line: Line, slot: Slot) -> Outcome:
+    async def run(self, batch: StoredBatch, number: int, text: bytes, line: Line, slot: Slot) -> LineOutcome:
         """Run a line of ``batch`` and return its outcome.
 
         The line waits without a time limit for a scheduler. It also waits for tokens of its key, and other lines use
@@ -60,7 +60,7 @@ class Requests:
         """
         return await line.hold(partial(self._run, batch, number, text, line, slot))
 
-    async def _run(self, batch: StoredBatch, number: int, text: bytes, line: Line, slot: Slot) -> Outcome:
+    async def _run(self, batch: StoredBatch, number: int, text: bytes, line: Line, slot: Slot) -> LineOutcome:
         request = await parse(text)
         body = dict(request["body"])
         if line.refusal is not None:
@@ -135,7 +135,7 @@ async def _wait_for_tokens(line: Line, slot: Slot) -> None:
         raise refusal
 
 
-def failed(batch: StoredBatch, number: int, text: bytes) -> Outcome:
+def failed(batch: StoredBatch, number: int, text: bytes) -> LineOutcome:
     """Return the outcome of a line that failed because of a defect of this server, and log the current exception.
 
     The log line has the ``request_id`` of the error file.
@@ -149,7 +149,7 @@ def failed(batch: StoredBatch, number: int, text: bytes) -> Outcome:
     return outcome(number, custom_id, to_response(Internal.logged()))
 
 
-def outcome(number: int, custom_id: str | None, response: Response) -> Outcome:
+def outcome(number: int, custom_id: str | None, response: Response) -> LineOutcome:
     """Return ``response`` as a line of the output or the error file."""
     ignored = response.headers.get(IGNORED_HEADER)
     line = {
@@ -165,7 +165,7 @@ def outcome(number: int, custom_id: str | None, response: Response) -> Outcome:
     }
     ok = response.status_code == 200
     usage = _usage(bytes(response.body)) if ok else (0, 0, 0, 0)
-    return Outcome(number, ok, _one_line(line), *usage)
+    return LineOutcome(number, ok, _one_line(line), *usage)
 
 
 def error_line(custom_id: str, code: str, message: str) -> bytes:

@@ -6,7 +6,7 @@ from collections import Counter, deque
 _RESERVED_FOR = 4  # keys without a running line that the reserved slots should suffice for, in equal parts
 
 
-class Slots:
+class LineSlots:
     """The slots of one gateway, on its event loop.
 
     A free slot goes to the waiting key with the fewest running lines, and among equals to the key that has waited
@@ -72,7 +72,7 @@ class Slots:
 class Slot:
     """The slot of one line of ``key``, which the line may give back and take again."""
 
-    def __init__(self, slots: Slots, key: str) -> None:
+    def __init__(self, slots: LineSlots, key: str) -> None:
         self._slots = slots
         self._key = key
         self._taken = False

@@ -17,7 +17,7 @@ import structlog
 
 from services.common.boundaries import errors_to
 from services.common.errors import Internal, TokaError
-from services.gateway.engine.codec import Ending, PromptScores, TokenLogprob
+from services.gateway.engine.codec import PromptScores, SampleEnding, TokenLogprob
 from services.gateway.engine.request import NO_TOKENS, PromptRequest, Settings, Submission
 
 log = structlog.get_logger(__name__)
@@ -44,7 +44,7 @@ class ActiveSample:
         self.prompt_index = prompt_index
         self.new_ids: list[int] | np.ndarray = []  # array: uint32
         self.new_logprobs: list[TokenLogprob | None] = []  # beside new_ids if the request has logprobs
-        self.ending: Ending | None = None
+        self.ending: SampleEnding | None = None
         self.failed_tokens = 0  # tokens of the last scheduler before the sample failed
         self.is_updated = False
         # Set by failover:
@@ -59,7 +59,7 @@ class ActiveSample:
         return [entry for entry in self.new_logprobs if entry is not None]
 
     @property
-    def outcome(self) -> Ending:
+    def outcome(self) -> SampleEnding:
         """The ending of a sample that has ended."""
         if self.ending is None:
             raise RuntimeError(f"sample {self.index} has not ended")
@@ -185,7 +185,7 @@ class ActiveRequest:
             self._updated.append(sample)
             self._wake()
 
-    def finish(self, sample: ActiveSample, ending: Ending) -> None:
+    def finish(self, sample: ActiveSample, ending: SampleEnding) -> None:
         """Record the end of ``sample``."""
         if ending.error is not None:
             sample.failed_tokens = max(0, ending.completion_tokens - len(sample.earlier_ids))
@@ -204,7 +204,7 @@ class ActiveRequest:
         if self._unfinished == 0 or len(self._updated) >= _ENDED_PER_WAKEUP:
             self._wake()
 
-    def _apply_settings(self, ending: Ending) -> Ending:
+    def _apply_settings(self, ending: SampleEnding) -> SampleEnding:
         """Apply ``discard_output`` and ``include_stop``, which are not sent to the scheduler."""
         settings = self.settings
         if settings.discard_output:
@@ -346,7 +346,7 @@ def _count_scored(received: Sequence[PromptScores]) -> int:
     return sum(len(scores.logprobs) for scores in received)
 
 
-def _add_failover_delay(ending: Ending, sample: ActiveSample) -> Ending:
+def _add_failover_delay(ending: SampleEnding, sample: ActiveSample) -> SampleEnding:
     """Add the time before the last submission, which that scheduler did not measure."""
     if len(sample.earlier_ids):
         return replace(ending, decode_s=ending.decode_s + sample.failover_delay_s)

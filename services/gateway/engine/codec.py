@@ -10,7 +10,7 @@ import numpy as np
 from services.common import errors
 from services.common.packed import fill, read_fixed32, read_float
 from services.common.rpc.status import from_status
-from services.gateway.engine.request import Grammar, Priority, Submission
+from services.gateway.engine.request import Grammar, RequestPriority, Submission
 from tokasaurus.common.v1 import sampling_pb2
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 
@@ -21,9 +21,9 @@ FinishReason = Literal["stop", "length", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 _PRIORITIES = {
-    Priority.HIGH: generate_pb2.PRIORITY_CLASS_HIGH,
-    Priority.NORMAL: generate_pb2.PRIORITY_CLASS_NORMAL,
-    Priority.LOW: generate_pb2.PRIORITY_CLASS_LOW,
+    RequestPriority.HIGH: generate_pb2.PRIORITY_CLASS_HIGH,
+    RequestPriority.NORMAL: generate_pb2.PRIORITY_CLASS_NORMAL,
+    RequestPriority.LOW: generate_pb2.PRIORITY_CLASS_LOW,
 }
 _LOGPROBS_MODES = {
     False: generate_pb2.LOGPROBS_MODE_RAW,
@@ -72,7 +72,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class SampleEnding:
     """The end of one sample. ``error`` is set if the sample failed."""
 
     reason: FinishReason
@@ -123,7 +123,7 @@ class StepTokens:
     counts: np.ndarray | None  # None: one token per handle
     token_ids: np.ndarray
     logprobs: list[TokenLogprob | None] | None  # beside token_ids; None for a sample without logprobs
-    endings: list[tuple[int, Ending]]  # (handle, ending), after the tokens
+    endings: list[tuple[int, SampleEnding]]  # (handle, ending), after the tokens
     prompts: list[tuple[int, PromptScores]] = field(default_factory=list)  # (handle, scores), before the tokens
 
 
@@ -279,10 +279,10 @@ def _decode_logprobs(logprobs: generate_pb2.Logprobs) -> list[TokenLogprob | Non
     return entries
 
 
-def _decode_ending(finish: generate_pb2.Finish) -> Ending:
+def _decode_ending(finish: generate_pb2.Finish) -> SampleEnding:
     usage, timing = finish.usage, finish.timing
     reason = _REASONS.get(finish.reason, "error")
-    return Ending(
+    return SampleEnding(
         reason=reason,
         at_stop_token=finish.HasField("stop_token_id"),
         trailing_bytes=finish.stop_string.trailing_bytes,

@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 
 from services.common.metrics.registry import registry_of
-from services.gateway.engine.codec import FINISH_REASONS, Ending
+from services.gateway.engine.codec import FINISH_REASONS, SampleEnding
 from services.gateway.engine.numbers import Numbers, counting_process
 
 # Problems of a gateway's store. ``store.health`` has the advice for each.
@@ -158,7 +158,7 @@ class RequestMetrics:
         """The routes that were added."""
         return [route for route in self._responses if route != OTHER_ROUTE]
 
-    def sample_finished(self, ending: Ending) -> None:
+    def sample_finished(self, ending: SampleEnding) -> None:
         """Count a sample that ended and was not cancelled."""
         self._finished[ending.reason][0] += 1
         if ending.error is None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from services.common.metrics.replicas import Report, replica_metrics
+from services.common.metrics.replicas import ReplicaReport, replica_metrics
 from services.gateway.engine.replica import Replica
 
 
@@ -24,7 +24,7 @@ class ReplicaMetrics:
         yield ready
         if self._figures:
             yield from replica_metrics(
-                Report(replica.address, replica.model.id, replica.load)
+                ReplicaReport(replica.address, replica.model.id, replica.load)
                 for replica in self._replicas
                 if replica.load is not None and replica.model is not None
             )

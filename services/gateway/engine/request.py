@@ -13,7 +13,7 @@ GrammarKind = Literal["json_schema", "regex", "choices", "lark"]  # as in the sc
 NO_TOKENS = np.zeros(0, np.uint32)
 
 
-class Priority(Enum):
+class RequestPriority(Enum):
     """Priority class of a request."""
 
     HIGH = "high"
@@ -61,7 +61,7 @@ class Settings:
         None  # score the sampling distribution, not the raw logits; None: the server's default
     )
     grammar: Grammar | None = None
-    priority: Priority = Priority.NORMAL
+    priority: RequestPriority = RequestPriority.NORMAL
     cache_salt: str = ""
     traceparent: str = ""  # W3C trace context of the caller
     fairness_key: str = ""  # the scheduler divides service fairly between keys

@@ -312,7 +312,7 @@ class Session:
         if incomplete is not None:
             raise incomplete
 
-    def _finish(self, sample: ActiveSample, ids: np.ndarray, ending: codec.Ending) -> None:
+    def _finish(self, sample: ActiveSample, ids: np.ndarray, ending: codec.SampleEnding) -> None:
         if not sample.request.per_token:
             sample.new_ids = np.concatenate((sample.earlier_ids, ids)) if len(sample.earlier_ids) else ids
         self._metrics.sample_finished(ending)

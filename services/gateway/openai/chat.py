@@ -12,7 +12,7 @@ from services.gateway.http.request import Caller, Posted
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.chat_shape import ChatShape, MakeReader
 from services.gateway.openai.chat_storing import ChatKeeper, StoredChatShape
-from services.gateway.openai.compiler import Compiler
+from services.gateway.openai.compiler import RequestCompiler
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.lengths import default_max_tokens
 from services.gateway.openai.parse import ignored_header, parse_large
@@ -42,7 +42,7 @@ async def ask(gateway: Gateway, body: ChatBody, caller: Caller, *, drop_oldest: 
 
     ``drop_oldest``: if the conversation leaves no room for the answer, drop its oldest messages.
     """
-    compiler = await Compiler.of(gateway, body, 1)
+    compiler = await RequestCompiler.of(gateway, body, 1)
     draft = await compiler.draft(
         body,
         caller,

@@ -10,7 +10,7 @@ from services.common.text.vocabulary import TokenIds
 from services.gateway.engine.active_request import ActiveSample
 from services.gateway.engine.codec import ModelFacts
 from services.gateway.openai.logprobs import TokenText, chat_content
-from services.gateway.openai.output.deltas import Arguments, CallBegun, Content, Delta, Parts, Reasoning, parts_of
+from services.gateway.openai.output.deltas import Arguments, CallBegun, Content, Delta, Parts, ReasoningDelta, parts_of
 from services.gateway.openai.output.reader import OutputReader
 from services.gateway.openai.shapes import Shape
 from services.gateway.openai.transcript import Piece, TokenEntry
@@ -134,7 +134,7 @@ class ChatShape(Shape):
         match delta:
             case Content(text):
                 return {"content": text}
-            case Reasoning(text):
+            case ReasoningDelta(text):
                 return {"reasoning_content": text, "reasoning": text}
             case CallBegun(name):
                 number = self._calls[index] = self._calls.get(index, -1) + 1

@@ -2,10 +2,11 @@
 
 HTTP requests, Batch lines and the Python client run the same steps in the same order:
 
-1. ``Compiler.draft`` runs the checks that need no prompt, and makes the settings that all prompts of a body share.
-2. ``Compiler.encode`` turns texts into token ids. ``Compiler.render`` does so with a conversation, and adds to the
-   grammar what the model may write besides the answer: its reasoning, and calls of tools.
-3. ``Compiler.prompt_requests`` runs the checks that need the prompts, and makes a request of each.
+1. ``RequestCompiler.draft`` runs the checks that need no prompt, and makes the settings that all prompts of a body
+   share.
+2. ``RequestCompiler.encode`` turns texts into token ids. ``RequestCompiler.render`` does so with a conversation, and
+   adds to the grammar what the model may write besides the answer: its reasoning, and calls of tools.
+3. ``RequestCompiler.prompt_requests`` runs the checks that need the prompts, and makes a request of each.
 """
 
 from collections.abc import Sequence
@@ -53,7 +54,7 @@ class Conversation(NamedTuple):
     unknown: list[str]  # parameters that the model's template does not know
 
 
-class Compiler(NamedTuple):
+class RequestCompiler(NamedTuple):
     """Compiles bodies to prompt requests for one model.
 
     ``reads_calls``: False if the caller gets the text of answers as the model writes it, tool calls included.
@@ -66,7 +67,7 @@ class Compiler(NamedTuple):
     reads_calls: bool = True
 
     @classmethod
-    async def of(cls, gateway: Gateway, body: GenerationBody, prompts: int) -> "Compiler":
+    async def of(cls, gateway: Gateway, body: GenerationBody, prompts: int) -> "RequestCompiler":
         """Return the compiler for a body with ``prompts`` prompts.
 
         Raises InvalidRequest for too many samples, NotFound for an unknown model, and Unavailable if no scheduler

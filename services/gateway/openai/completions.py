@@ -11,7 +11,7 @@ from services.common.text.vocabulary import TokenIds
 from services.gateway.engine.request import PromptRequest
 from services.gateway.http.request import Caller, Posted
 from services.gateway.openai.answer import Answer
-from services.gateway.openai.compiler import Compiler
+from services.gateway.openai.compiler import RequestCompiler
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.router import Router
@@ -31,7 +31,7 @@ router = Router()
 async def create_completion(gateway: Gateway, posted: Posted, caller: Caller) -> Response:
     """Continue one prompt or several."""
     body = await parse_large(gateway.text, posted, CompletionBody)
-    compiler = await Compiler.of(gateway, body, len(body.prompt))
+    compiler = await RequestCompiler.of(gateway, body, len(body.prompt))
     draft = await compiler.draft(
         body, caller, logprobs=body.logprobs, logprobs_field="logprobs", default_max_tokens=DEFAULT_MAX_TOKENS
     )

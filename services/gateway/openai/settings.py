@@ -6,7 +6,7 @@ from services.common.errors import InvalidRequest
 from services.common.logprobs_mode import PROCESSED
 from services.common.sampling import PARAMETERS
 from services.gateway.engine.codec import ModelFacts
-from services.gateway.engine.request import Grammar, Priority, Settings
+from services.gateway.engine.request import Grammar, RequestPriority, Settings
 from services.gateway.http.request import Caller
 from services.gateway.openai.schemas import GenerationBody
 from tokasaurus.common.v1.sampling_pb2 import Sampling
@@ -114,10 +114,10 @@ def _processed_logprobs(body: GenerationBody, facts: ModelFacts) -> bool | None:
     return body.logprobs_mode == PROCESSED
 
 
-def _priority(value: int | None) -> Priority:
+def _priority(value: int | None) -> RequestPriority:
     if not value:
-        return Priority.NORMAL
-    return Priority.HIGH if value < 0 else Priority.LOW
+        return RequestPriority.NORMAL
+    return RequestPriority.HIGH if value < 0 else RequestPriority.LOW
 
 
 def _sampling(body: GenerationBody, facts: ModelFacts) -> Sampling:

@@ -9,7 +9,7 @@ import numpy as np
 
 from services.common.text.detokenizer import Detokenizer
 from services.common.text.vocabulary import TokenIds, Vocabulary
-from services.gateway.engine.codec import Ending, TokenLogprob
+from services.gateway.engine.codec import SampleEnding, TokenLogprob
 from services.gateway.openai.packed_logprobs import Packed
 
 
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
     stop_reason: str | int | None = None  # in the last piece: the stop string or token id that ended the choice
 
 
-def whole_text(vocabulary: Vocabulary, token_ids: TokenIds, ending: Ending) -> str:
+def whole_text(vocabulary: Vocabulary, token_ids: TokenIds, ending: SampleEnding) -> str:
     """Return the text of a complete choice. It is the text that a ``Transcript`` returns in pieces."""
     if isinstance(token_ids, np.ndarray) and token_ids.max(initial=0) < vocabulary.size:
         data = b"".join(map(vocabulary.token_bytes.__getitem__, token_ids.tolist()))  # twice as fast
@@ -66,7 +66,7 @@ class Transcript:
         self._released += len(text.encode())
         return Piece(text, self._release(self._released))
 
-    def finish(self, ending: Ending) -> Piece:
+    def finish(self, ending: SampleEnding) -> Piece:
         """Return the rest of the text, without the stop string and the tokens that are only part of it."""
         text = self._detokenizer.finish(ending.trailing_bytes)
         return Piece(text, self._release(self._bytes - ending.trailing_bytes if ending.trailing_bytes else None))

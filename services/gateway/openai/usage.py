@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.engine.active_request import ActiveSample
-from services.gateway.engine.codec import Ending
+from services.gateway.engine.codec import SampleEnding
 
 
 def usage_of(choices: Sequence[ActiveSample]) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def usage_of(choices: Sequence[ActiveSample]) -> dict[str, Any]:
     }
 
 
-def _timing(endings: Sequence[Ending]) -> dict[str, int]:
+def _timing(endings: Sequence[SampleEnding]) -> dict[str, int]:
     """Return the longest time of any choice for each phase, in milliseconds. This is an extension of OpenAI's usage.
 
     Times are whole numbers, because clients add up the members of ``usage``.

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from services.common.errors import AlreadyExists, FailedPrecondition, InvalidRequest, InvalidValue, NotFound, Overloaded
 from services.gateway.store.database import Store
 from services.gateway.store.files import find_file
-from services.gateway.store.forecast import RECENT_CHUNKS, Forecast, forecast
+from services.gateway.store.forecast import RECENT_CHUNKS, BatchForecast, forecast
 from services.gateway.store.ids import now
 from services.gateway.store.tables import (
     ACTIVE,
@@ -42,7 +42,7 @@ class Shown(NamedTuple):
 
     batch: StoredBatch
     counts: Counts
-    forecast: Forecast | None
+    forecast: BatchForecast | None
 
 
 class Batches:
@@ -156,7 +156,9 @@ async def _shown(session: AsyncSession, batches: Sequence[StoredBatch]) -> list[
     return [Shown(batch, counts[batch.seq], _forecast(batch, counts[batch.seq], recent)) for batch in batches]
 
 
-def _forecast(batch: StoredBatch, counts: Counts, recent: Mapping[int, list[tuple[int, float]]]) -> Forecast | None:
+def _forecast(
+    batch: StoredBatch, counts: Counts, recent: Mapping[int, list[tuple[int, float]]]
+) -> BatchForecast | None:
     if batch.seq not in recent:
         return None
     done, at = counts.completed + counts.failed, now()

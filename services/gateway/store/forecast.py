@@ -9,7 +9,7 @@ _MIN_LINES = 8
 _MIN_S = 2
 
 
-class Forecast(NamedTuple):
+class BatchForecast(NamedTuple):
     """The expected end at the rate of ``lines_per_second``."""
 
     finish_at: int  # Unix time
@@ -18,7 +18,7 @@ class Forecast(NamedTuple):
 
 def forecast(
     lines_left: int, recent: Sequence[tuple[int, float]], now: float, *, lines_done: int, began_at: float
-) -> Forecast | None:
+) -> BatchForecast | None:
     """Return the forecast for ``lines_left``, or None if too few lines are done.
 
     ``recent`` has (lines, time of completion) of chunks, newest first. With fewer than two chunks, the rate is that of
@@ -33,4 +33,4 @@ def forecast(
     else:
         return None
     rate = lines / max(took, 1e-3)
-    return Forecast(int(now + lines_left / rate), round(rate, 2))
+    return BatchForecast(int(now + lines_left / rate), round(rate, 2))

@@ -55,7 +55,7 @@ class ChunkLease:
         return self.batch.seq, self.number
 
 
-class Outcome(NamedTuple):
+class LineOutcome(NamedTuple):
     """The result of a line."""
 
     line: int
@@ -248,7 +248,7 @@ class Leases:
                 lines = lines[~np.isin(lines[:, 0], await _lines_done(session, batch_seq, lines[:, 0].tolist()))]
             return ChunkLease(batch, chunk.number, lines)
 
-    async def commit(self, outcomes: Mapping[ChunkKey, Sequence[Outcome]]) -> set[ChunkKey]:
+    async def commit(self, outcomes: Mapping[ChunkKey, Sequence[LineOutcome]]) -> set[ChunkKey]:
         """Store outcomes of lines, by chunk. Return the chunks whose lease is lost. Their outcomes are not stored.
 
         A line that has a result keeps it: an earlier call may have been committed although it failed, or the process
@@ -320,7 +320,7 @@ def _own_lease(batch: StoredBatch, owner: str) -> ColumnElement[bool]:
     return (StoredBatch.seq == batch.seq) & (StoredBatch.owner == owner) & (StoredBatch.attempt == batch.attempt)
 
 
-def _count(chunk: Chunk, outcomes: Collection[Outcome]) -> None:
+def _count(chunk: Chunk, outcomes: Collection[LineOutcome]) -> None:
     """Add ``outcomes`` to the counts of a leased chunk. The last line completes the chunk."""
     ok = sum(outcome.ok for outcome in outcomes)
     chunk.lease_until = time.time() + LEASE_S

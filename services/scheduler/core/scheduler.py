@@ -10,7 +10,7 @@ from services.common.errors import Cancelled, Internal, Unavailable
 from services.common.plan.result import StepResult
 from services.common.plan.result_rules import BrokenResult, check_result
 from services.common.plan.types import WorkerLimits
-from services.scheduler.core.future.admission import Admission
+from services.scheduler.core.future.admission import AdmissionControl
 from services.scheduler.core.future.prediction import Prediction
 from services.scheduler.core.life.ending import Ending
 from services.scheduler.core.life.intake import Intake
@@ -48,7 +48,7 @@ class Scheduler:
         vocab_size: int,
         policy: Policy | None = None,
         *,
-        admission: type[Admission] = Admission,
+        admission: type[AdmissionControl] = AdmissionControl,
     ) -> None:
         """Create the core without a worker. ``admission`` is the admission rule, which benchmarks replace."""
         self.state = State(token_bytes, vocab_size, policy or Policy())

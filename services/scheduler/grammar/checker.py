@@ -10,7 +10,7 @@ import structlog
 
 from services.common.boundaries import errors_to
 from services.common.errors import InvalidRequest, Overloaded, Unavailable
-from services.scheduler.grammar.compiler import Compiler, GrammarLimits
+from services.scheduler.grammar.compiler import GrammarCompiler, GrammarLimits
 from services.scheduler.grammar.fair_queue import FairQueue
 from services.scheduler.grammar.message import FIELD
 
@@ -47,8 +47,8 @@ class GrammarChecker:
         self._checks: dict[bytes, _Check] = {}  # queued or running
         self._queue: FairQueue[_Check] = FairQueue()
         self._running: set[asyncio.Task[None]] = set()
-        self._idle: list[Compiler] = []
-        self._busy: set[Compiler] = set()
+        self._idle: list[GrammarCompiler] = []
+        self._busy: set[GrammarCompiler] = set()
 
     def is_cached(self, grammar: str) -> bool:
         """Return whether the outcome is cached, so that ``check`` returns at once."""
@@ -137,7 +137,7 @@ class GrammarChecker:
     async def _compile(self, grammar: str) -> str:
         compiler = self._idle.pop() if self._idle else None
         if compiler is None or not compiler.alive:
-            compiler = await Compiler.start(self._tokenizer, self._eos_token_ids, self._limits)
+            compiler = await GrammarCompiler.start(self._tokenizer, self._eos_token_ids, self._limits)
         self._busy.add(compiler)
         try:
             return await compiler.compile(grammar)

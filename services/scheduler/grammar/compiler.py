@@ -30,7 +30,7 @@ class GrammarLimits(NamedTuple):
     memory_bytes: int = 256 * 1024**2  # added to the child's memory; a worker keeps several grammars
 
 
-class Compiler:
+class GrammarCompiler:
     """Child process that compiles grammars. Used by one task at a time, on the event loop, until it exits."""
 
     def __init__(self, process: Process, limits: GrammarLimits) -> None:
@@ -40,7 +40,7 @@ class Compiler:
         self._limits = limits
 
     @classmethod
-    async def start(cls, tokenizer: str, eos_token_ids: Sequence[int], limits: GrammarLimits) -> "Compiler":
+    async def start(cls, tokenizer: str, eos_token_ids: Sequence[int], limits: GrammarLimits) -> "GrammarCompiler":
         """Start a child. Return it when it is ready. Raises ``Unavailable`` if it cannot start."""
         settings = {"tokenizer": tokenizer, "eos_token_ids": eos_token_ids, **limits._asdict()}
         # The library's panics on stderr contain the caller's text, which must not be logged.

@@ -24,7 +24,7 @@ class Unsuitable(Exception):
 
 
 @dataclass
-class Outcome:
+class ReplayOutcome:
     """Outcome of a replay. After a different token, later tokens of the sequence may differ too."""
 
     steps: int = 0
@@ -42,7 +42,7 @@ class Outcome:
         return not self.different_steps
 
 
-def feed(recording: Recording, address: str, dialer: Dialer = PLAIN) -> Outcome:
+def feed(recording: Recording, address: str, dialer: Dialer = PLAIN) -> ReplayOutcome:
     """Replay the plans of ``recording`` that have results, with the recorded number of plans in flight.
 
     A scheduler that uses the worker at ``address`` loses it. Raises ``Unsuitable``, ``RecordingError``, and
@@ -73,8 +73,8 @@ def feed(recording: Recording, address: str, dialer: Dialer = PLAIN) -> Outcome:
     return outcome
 
 
-def _run(recording: Recording, requests: _Requests, responses: _Responses) -> Outcome:
-    outcome, occupants = Outcome(), Occupants()
+def _run(recording: Recording, requests: _Requests, responses: _Responses) -> ReplayOutcome:
+    outcome, occupants = ReplayOutcome(), Occupants()
     in_flight: deque[tuple[record_pb2.PlanRecord, plan_pb2.StepResult]] = deque()
     for step in recording.steps():
         if step.result is None:
@@ -137,7 +137,7 @@ def _compare(
     recorded: plan_pb2.StepResult,
     found: plan_pb2.StepResult,
     occupants: Occupants,
-    outcome: Outcome,
+    outcome: ReplayOutcome,
 ) -> None:
     occupants.apply(plan)
     outcome.steps += 1

@@ -18,7 +18,7 @@ from services.common.config import GrpcFlags, fail, from_command_line
 from services.common.errors import InvalidRequest
 from services.common.rpc.channel import Dialer
 from services.scheduler.record.check import Findings, check_file
-from services.scheduler.record.feeding import Outcome, Unsuitable, feed
+from services.scheduler.record.feeding import ReplayOutcome, Unsuitable, feed
 from services.scheduler.record.reader import RECORD, Recording, RecordingError, find_recordings
 
 
@@ -104,7 +104,7 @@ def _print_findings(path: Path, findings: Findings) -> None:
         print("  every plan keeps the contract" if findings.plans else "  nothing to check: it holds no plan")
 
 
-def _print_outcome(outcome: Outcome, recording: Recording) -> None:
+def _print_outcome(outcome: ReplayOutcome, recording: Recording) -> None:
     if outcome.mismatch:
         recorded, worker = (
             ", ".join(f"{name}={values[side]!r}" for name, values in outcome.mismatch.items())

@@ -29,7 +29,7 @@ from services.worker.boot.compilation import (
     refusing_what_cannot_be_compiled,
 )
 from services.worker.boot.precompile.background import KernelCompiler
-from services.worker.boot.precompile.job import Gpu, Job
+from services.worker.boot.precompile.job import GpuTarget, Job
 from services.worker.boot.progress import BootProgress
 from services.worker.boot.rehearsal import PLAIN, decodes, every_feature, mixed
 from services.worker.described.choices import NAMES, Device, FlagChoice, agree, choose
@@ -133,7 +133,7 @@ def boot(
         refuse_too_large_weights(config.model, needed + rotation_bytes(described), facts.total)
         if compiler is not None and device.type == "cuda" and not chosen.torch_compile:
             installed = flashinfer_spans.installed(described.head_dim, cache_dtype(chosen, dtype))
-            gpu = Gpu(facts.name, facts.capability, facts.total, installed)
+            gpu = GpuTarget(facts.name, facts.capability, facts.total, installed)
             compiler.compile(Job(config=chosen, dtype=_name(dtype), gpu=gpu))
         threads = _threads(chosen, device, ranks)
         model = make_model(chosen, described, dtype, device, ranks, layers)

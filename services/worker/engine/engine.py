@@ -17,7 +17,7 @@ from services.common.plan.codec import decode_plan, encode_result
 from services.common.process.tracing import Tracing
 from services.worker.boot.common import Booted
 from services.worker.engine.totals import StepTotals
-from services.worker.engine.traces import Prefill, PrefillTraces
+from services.worker.engine.traces import PrefillTrace, PrefillTraces
 from services.worker.parallel.group import RankGroup
 from services.worker.runner.base import DeviceLost, Runner
 from services.worker.step.output import StepOutput
@@ -214,7 +214,7 @@ class Engine:
         self._replies.put(lambda: client.fail(error))
 
     def _answer(
-        self, client: Client, queued_ns: int, decoded_ns: int, prefills: Sequence[Prefill], output: StepOutput
+        self, client: Client, queued_ns: int, decoded_ns: int, prefills: Sequence[PrefillTrace], output: StepOutput
     ) -> None:
         output.timing.prepare += decoded_ns
         output.timing.queued = queued_ns

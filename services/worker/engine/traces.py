@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MOST_OPEN = 64  # open spans; further prompts have none, since a span delays its step by about ten microseconds
 
 
-class Prefill:
+class PrefillTrace:
     """The span of one sequence's prompt."""
 
     __slots__ = ("missing", "span", "steps")
@@ -38,14 +38,14 @@ class Prefill:
 
 
 class PrefillTraces:
-    """The open spans by slot. Owned by the compute thread; the answering thread calls only ``Prefill.end``."""
+    """The open spans by slot. Owned by the compute thread; the answering thread calls only ``PrefillTrace.end``."""
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
-        self._open: dict[int, Prefill] = {}  # by slot
+        self._open: dict[int, PrefillTrace] = {}  # by slot
         self._batch = plan_pb2.Batch()  # the latest
 
-    def start_plan(self, plan: plan_pb2.StepPlan, queued_ns: int) -> list[Prefill]:
+    def start_plan(self, plan: plan_pb2.StepPlan, queued_ns: int) -> list[PrefillTrace]:
         """Record that the step of a valid ``plan`` was started, ``queued_ns`` nanoseconds after the plan arrived.
 
         Return the prefills that this step completes.
@@ -77,9 +77,9 @@ class PrefillTraces:
         }
         start_ns = time.time_ns() - queued_ns
         span = self._tracing.start("prefill", admission.traceparent, "server", attributes, start_ns=start_ns)
-        self._open[admission.slot] = Prefill(span, missing)
+        self._open[admission.slot] = PrefillTrace(span, missing)
 
-    def _advance(self) -> list[Prefill]:
+    def _advance(self) -> list[PrefillTrace]:
         slots, counts = read_fixed32(self._batch.slots), read_fixed32(self._batch.token_counts)
         completed = []
         for slot, prefill in list(self._open.items()):
@@ -92,6 +92,6 @@ class PrefillTraces:
                 completed.append(self._open.pop(slot))
         return completed
 
-    def _abandon(self, prefill: Prefill) -> None:
+    def _abandon(self, prefill: PrefillTrace) -> None:
         self._tracing.fail(prefill.span, "RELEASED")
         prefill.span.end()

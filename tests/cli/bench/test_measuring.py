@@ -16,9 +16,9 @@ from services.cli.bench.app import main
 from services.cli.bench.clients import ClientError, Clients, send_all
 from services.cli.bench.exchange import Endpoint, Reply
 from services.cli.bench.figures import Figures, histogram, output_rate
-from services.cli.bench.load import Load, poisson
+from services.cli.bench.load import OfferedLoad, poisson
 from services.cli.bench.plot import plot
-from services.cli.bench.prompts import Asking, Lengths, Synthetic
+from services.cli.bench.prompts import Asking, PromptLengths, Synthetic
 from services.cli.bench.sending import Share
 from services.cli.sparkline import sparkline
 from tests.cli.running import run
@@ -184,10 +184,10 @@ def test_a_histogram_counts_every_value():
 
 def test_every_request_is_in_one_share():
     for load in (
-        Load(dict, 10, 5),
-        Load(dict, 10, 5, concurrency=3),
-        Load(dict, 10, 5, arrivals=list(range(10))),
-        Load(dict, 2, 5, concurrency=9),
+        OfferedLoad(dict, 10, 5),
+        OfferedLoad(dict, 10, 5, concurrency=3),
+        OfferedLoad(dict, 10, 5, arrivals=list(range(10))),
+        OfferedLoad(dict, 2, 5, concurrency=9),
     ):
         shares = load.shares(4)
         assert sorted(number for share in shares for number in share.numbers) == list(range(5, 5 + load.count))
@@ -209,7 +209,7 @@ def test_arrivals_are_as_many_as_the_rate_says():
 
 @pytest.mark.parametrize("text", ["7", "3-9", "lognormal:20,0.5,60"])
 def test_lengths_are_drawn_as_written(text):
-    lengths, rng = Lengths.parse(text), np.random.default_rng(1)
+    lengths, rng = PromptLengths.parse(text), np.random.default_rng(1)
     drawn = [lengths.draw(rng) for _ in range(2000)]
     assert str(lengths) == text
     assert {"7": {7}, "3-9": set(range(3, 10))}.get(text, set(drawn)) == set(drawn)
@@ -220,7 +220,7 @@ def test_lengths_are_drawn_as_written(text):
 
 def test_prompts_follow_from_the_seed_and_differ():
     def bodies(seed: int, **more) -> list[str]:
-        source = Synthetic(Asking("m"), seed, Lengths(20, 20), Lengths(1, 1), **more)
+        source = Synthetic(Asking("m"), seed, PromptLengths(20, 20), PromptLengths(1, 1), **more)
         return [json.dumps(source(number)) for number in range(50)]
 
     assert bodies(1) == bodies(1)

@@ -51,7 +51,7 @@ async def test_a_method_that_is_not_registered_is_unimplemented():
 
 async def test_a_server_whose_serving_loop_ended_says_so(monkeypatch):
     monkeypatch.setattr(
-        acceptor.Acceptor, "_make_request_call_future", cygrpc.AioServer._make_request_call_future
+        acceptor.GrpcAcceptor, "_make_request_call_future", cygrpc.AioServer._make_request_call_future
     )  # grpcio's own, which decodes every path
     server = RpcServer("x.y.Service")
     address = await server.start("127.0.0.1:0")

@@ -49,8 +49,8 @@ class Running:
         return RATE - int(self.limits.headers(KEY)["x-ratelimit-remaining-tokens"])
 
 
-def ending(completion_tokens: int, error=None) -> codec.Ending:
-    return codec.Ending("length", False, 0, PROMPT, completion_tokens, 0, 0.0, 0.0, 0.0, error)
+def ending(completion_tokens: int, error=None) -> codec.SampleEnding:
+    return codec.SampleEnding("length", False, 0, PROMPT, completion_tokens, 0, 0.0, 0.0, 0.0, error)
 
 
 @pytest.mark.parametrize("streaming", [True, False])

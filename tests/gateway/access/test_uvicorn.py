@@ -30,9 +30,7 @@ DIGESTS = {
 @pytest.mark.parametrize("kind", DIGESTS, ids=lambda kind: kind.__name__)
 def test_the_classes_that_the_gateway_builds_on_are_those_it_was_written_for(kind):
     digest = hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()[:16]
-    assert digest == DIGESTS[kind], (
-        f"{kind.__name__} of uvicorn {uvicorn.__version__} differs: see the docstring"
-    )
+    assert digest == DIGESTS[kind], f"{kind.__name__} of uvicorn {uvicorn.__version__} differs: see the docstring"
 
 
 def test_the_installed_uvicorn_is_the_pinned_one():

@@ -17,7 +17,7 @@ from services.gateway.store.conversations import Conversations
 from services.gateway.store.database import Store
 from services.gateway.store.files import Files, new_file
 from services.gateway.store.ids import new_id, now
-from services.gateway.store.leases import LeaseLost, Leases, Outcome
+from services.gateway.store.leases import LeaseLost, Leases, LineOutcome
 from services.gateway.store.responses import Responses
 from services.gateway.store.tables import Chunk, LineResult, SchemaVersion, StoredBatch, StoredFile
 from services.gateway.store.tries import Tries
@@ -63,8 +63,8 @@ async def running_batch(store: Store, chunks: int = 2, size: int = 3) -> StoredB
     return batch
 
 
-def outcomes(*lines: int, body: bytes = b"x") -> list[Outcome]:
-    return [Outcome(line, True, body) for line in lines]
+def outcomes(*lines: int, body: bytes = b"x") -> list[LineOutcome]:
+    return [LineOutcome(line, True, body) for line in lines]
 
 
 async def kept(store: Store) -> dict[int, bytes]:

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import event, func, select, update
 from sqlalchemy.engine import Engine
 
-from services.gateway.batch.slots import Slots
+from services.gateway.batch.slots import LineSlots
 from services.gateway.store.database import Store
 from services.gateway.store.leases import Leases
 from services.gateway.store.round_robin import RoundRobin
@@ -42,7 +42,7 @@ async def add(store: Store, *batches: StoredBatch) -> None:
 
 
 async def test_a_free_slot_goes_to_the_key_that_runs_the_fewest_lines():
-    slots, served = Slots(4), []
+    slots, served = LineSlots(4), []
 
     async def run(key: str) -> None:
         await slots.take(key)
@@ -61,7 +61,7 @@ async def test_a_free_slot_goes_to_the_key_that_runs_the_fewest_lines():
 
 
 async def test_the_reserved_slots_are_for_keys_that_run_few_lines():
-    slots = Slots(16, reserved=4)
+    slots = LineSlots(16, reserved=4)
     for _ in range(12):
         await asyncio.wait_for(slots.take("a"), PATIENCE_S)
     waiting = asyncio.create_task(slots.take("a"))
@@ -76,7 +76,7 @@ async def test_the_reserved_slots_are_for_keys_that_run_few_lines():
 
 
 async def test_a_line_that_is_cancelled_while_it_waits_leaves_no_slot_behind():
-    slots = Slots(1)
+    slots = LineSlots(1)
     await slots.take("a")
     first, second = (asyncio.create_task(slots.take("b")) for _ in range(2))
     await asyncio.sleep(0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.common.text.vocabulary import Vocabulary
 from services.gateway.openai.output.calls import HERMES, LLAMA3, CallParser
-from services.gateway.openai.output.deltas import Arguments, CallBegun, Content, Parts, Reasoning, parts_of
+from services.gateway.openai.output.deltas import Arguments, CallBegun, Content, Parts, ReasoningDelta, parts_of
 from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.openai.output.reader import OutputReader
 from services.gateway.openai.output.reasoning import ReasoningParser, ReasoningTokens
@@ -151,7 +151,7 @@ def test_words_and_thoughts_come_as_they_are_written():
     reading = reader(thinks=True)
     pieces = ("<th", "ink>I", " see", "</thi", "nk> Y", "es")
     assert [reading.push(piece) for piece in pieces] == [
-        [], [Reasoning("I")], [Reasoning(" see")], [], [Content("Y")], [Content("es")],
+        [], [ReasoningDelta("I")], [ReasoningDelta(" see")], [], [Content("Y")], [Content("es")],
     ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
-from services.scheduler.core.future.admission import Admission, _first_gap, running_curve
+from services.scheduler.core.future.admission import AdmissionControl, _first_gap, running_curve
 from services.scheduler.core.request import AdmissionMode
 from services.scheduler.core.step import prefill
 from tests.fakes.model import FakeShape, continuation
@@ -197,7 +197,7 @@ def test_a_gap_is_the_first_that_is_long_enough(full, length):
     assert _first_gap(np.array(full, bool), length) == expected
 
 
-class Watched(Admission):
+class Watched(AdmissionControl):
     """Remembers the forecast with what it let in."""
 
     def select(self, candidates, classes):

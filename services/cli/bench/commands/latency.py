@@ -18,9 +18,9 @@ from services.cli.bench.commands.options import (
 from services.cli.bench.display import Live, show_errors
 from services.cli.bench.exchange import Reply
 from services.cli.bench.figures import Figures
-from services.cli.bench.load import Load
-from services.cli.bench.prompts import Asking, Lengths, Synthetic
-from services.cli.bench.run import Run
+from services.cli.bench.load import OfferedLoad
+from services.cli.bench.prompts import Asking, PromptLengths, Synthetic
+from services.cli.bench.run import BenchRun
 from services.cli.bench.stream_times import HEADINGS, StreamTimes
 from services.common.flags import Examples, Int, Ints
 
@@ -40,8 +40,8 @@ class LatencyConfig(ServerFlags, RequestFlags, ResultFlags):
     timeout: Timeout = 600.0
     streams: Ints = Field((1, 8, 64), min_length=1, description="numbers of streams at once, measured in turn")
     rounds: Int = Field(5, ge=1, description="rounds of each, after one that does not count")
-    prompt_tokens: PromptTokens = Lengths(128, 128)
-    output_tokens: OutputTokens = Lengths(256, 256)
+    prompt_tokens: PromptTokens = PromptLengths(128, 128)
+    output_tokens: OutputTokens = PromptLengths(256, 256)
 
     @field_validator("streams", mode="before")
     @classmethod
@@ -53,7 +53,7 @@ class LatencyConfig(ServerFlags, RequestFlags, ResultFlags):
 
 def latency(config: LatencyConfig) -> int:
     """Measure, show the figures, and return the exit status. Raises ``ServerError``."""
-    run = Run.of("latency", config)
+    run = BenchRun.of("latency", config)
     fields = config.fields(ignore_eos=config.ignore_eos is not False)
     lengths = config.prompt_tokens, config.output_tokens
     body = Synthetic(Asking(run.model, fields=fields), run.settings["seed"], *lengths, config.vocab_size)
@@ -63,7 +63,7 @@ def latency(config: LatencyConfig) -> int:
         for count in config.streams:
             for number_of_round in range(config.rounds + 1):
                 stage = f"round {number_of_round} of {config.rounds}" if number_of_round else "to warm up"
-                outcome = run.drive(live, f"{count} at once, {stage}", Load(body, count, number))
+                outcome = run.drive(live, f"{count} at once, {stage}", OfferedLoad(body, count, number))
                 number += count
                 if number_of_round:
                     by_count.setdefault(count, []).extend(reply for _, reply in outcome.replies)

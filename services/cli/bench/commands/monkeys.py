@@ -15,10 +15,10 @@ from services.cli.bench.commands.options import (
     read,
 )
 from services.cli.bench.display import Live
-from services.cli.bench.load import Load
+from services.cli.bench.load import OfferedLoad
 from services.cli.bench.problems import few_shot_prompts, read_problems
-from services.cli.bench.prompts import Asking, Lengths, Once, Repeated, make_bodies
-from services.cli.bench.run import Run
+from services.cli.bench.prompts import Asking, Once, PromptLengths, Repeated, make_bodies
+from services.cli.bench.run import BenchRun
 from services.common.flags import Examples, Int, Needs
 
 
@@ -43,8 +43,8 @@ class MonkeysConfig(ServerFlags, RequestFlags, ResultFlags):
     requests_per_problem: Int = Field(
         1, ge=1, description="requests that share the samples of a problem, for servers that limit n"
     )
-    prompt_tokens: PromptTokens = Lengths(512, 512)
-    output_tokens: OutputTokens = Lengths(128, 128)
+    prompt_tokens: PromptTokens = PromptLengths(512, 512)
+    output_tokens: OutputTokens = PromptLengths(128, 128)
     dataset: ExistingFile | None = Field(
         None, description="JSON lines with question and answer, as GSM8K's, instead of made-up prompts"
     )
@@ -68,7 +68,7 @@ def monkeys(config: MonkeysConfig) -> int:
     prompts = read(
         lambda: None if dataset is None else few_shot_prompts(read_problems(dataset), problems + 1, config.shots)
     )
-    run = Run.of("monkeys", config)
+    run = BenchRun.of("monkeys", config)
     eos = config.ignore_eos if config.ignore_eos is not None else prompts is None
     fields = {"n": samples // parts} | config.fields(ignore_eos=eos)
     if prompts is not None:
@@ -78,7 +78,7 @@ def monkeys(config: MonkeysConfig) -> int:
     bodies = make_bodies(asking, seed, prompts, config.prompt_tokens, config.output_tokens, config.vocab_size)
     with Live(run.progress) as live:
         run.warm_up(live, Once(bodies), problems, 1)
-        load = Load(Repeated(bodies, parts), problems * parts)
+        load = OfferedLoad(Repeated(bodies, parts), problems * parts)
         outcome = run.drive(live, f"{problems} x {samples} samples", load)
     title = f"{run.model} at {run.url}: {problems} problems x {samples} samples"
     return run.report(outcome, title, streamed=False)

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
-from services.cli.bench.prompts import Lengths
+from services.cli.bench.prompts import PromptLengths
 from services.common.config import API_KEY_VARIABLES
 from services.common.flags import Bool, Config, Excludes, FlagError, Float, Int
 
@@ -36,8 +36,8 @@ def _address(url: str) -> str:
     raise ValueError("is no address: expected http://HOST:PORT, or https://")
 
 
-def _lengths(value: Any) -> Lengths:
-    return value if isinstance(value, Lengths) else Lengths.parse(str(value))
+def _lengths(value: Any) -> PromptLengths:
+    return value if isinstance(value, PromptLengths) else PromptLengths.parse(str(value))
 
 
 def _json_object(value: Any) -> Any:
@@ -77,7 +77,7 @@ def _drawable(path: Path) -> Path:
 ExistingFile = Annotated[Path, AfterValidator(_existing)]
 Timeout = Annotated[Float, Field(ge=0.001, description="seconds for one request, after which it failed")]
 PromptTokens = Annotated[
-    Lengths,
+    PromptLengths,
     PlainValidator(_lengths),
     Excludes("dataset"),
     Field(
@@ -86,7 +86,7 @@ PromptTokens = Annotated[
     ),
 ]
 OutputTokens = Annotated[
-    Lengths, PlainValidator(_lengths), Field(description="max_tokens of the requests, in the same form")
+    PromptLengths, PlainValidator(_lengths), Field(description="max_tokens of the requests, in the same form")
 ]
 
 

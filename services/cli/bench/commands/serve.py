@@ -16,9 +16,9 @@ from services.cli.bench.commands.options import (
     read,
 )
 from services.cli.bench.display import Live
-from services.cli.bench.load import Load, poisson
-from services.cli.bench.prompts import Asking, Lengths, make_bodies, read_rows
-from services.cli.bench.run import Run
+from services.cli.bench.load import OfferedLoad, poisson
+from services.cli.bench.prompts import Asking, PromptLengths, make_bodies, read_rows
+from services.cli.bench.run import BenchRun
 from services.common.flags import Bool, Examples, Excludes, FlagError, Float, Int, Needs
 
 _REQUESTS, _CONCURRENCY = 100, 16
@@ -56,8 +56,8 @@ class ServeConfig(ServerFlags, RequestFlags, ResultFlags):
     warmup: Int = Field(1, ge=0, description="requests beforehand, which do not count")
     chat: Bool = Field(False, description="send to /v1/chat/completions, not /v1/completions")
     stream: Bool = Field(True, description="request streams; F: whole answers")
-    prompt_tokens: PromptTokens = Lengths(256, 256)
-    output_tokens: OutputTokens = Lengths(128, 128)
+    prompt_tokens: PromptTokens = PromptLengths(256, 256)
+    output_tokens: OutputTokens = PromptLengths(128, 128)
     dataset: ExistingFile | None = Field(
         None, description="JSON lines with a prompt in each, instead of made-up prompts"
     )
@@ -73,7 +73,7 @@ def serve(config: ServeConfig) -> int:
     if prompts is not None and isinstance(prompts[0], list) and not chat:
         raise FlagError(f"flag dataset={dataset}: {config.field!r} holds messages: add --chat")
 
-    run = Run.of("serve", config, chat=chat)
+    run = BenchRun.of("serve", config, chat=chat)
     seed: int = run.settings["seed"]
     eos = config.ignore_eos if config.ignore_eos is not None else prompts is None
     asking = Asking(run.model, chat, config.stream, config.fields(ignore_eos=eos))
@@ -92,6 +92,6 @@ def serve(config: ServeConfig) -> int:
         title = f"{concurrency} at once"
     with Live(run.progress) as live:
         run.warm_up(live, body, 0, config.warmup)
-        load = Load(body, count, config.warmup, arrivals, concurrency, duration)
+        load = OfferedLoad(body, count, config.warmup, arrivals, concurrency, duration)
         outcome = run.drive(live, title, load)
     return run.report(outcome, f"{run.model} at {run.url}: {title}", streamed=config.stream)

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import NamedTuple
 
-from services.gateway.openai.output.call import CallReader, State
+from services.gateway.openai.output.call import CallReader, ReadState
 from services.gateway.openai.output.deltas import Arguments, Content, Delta
 from services.gateway.openai.output.incremental import Incremental
 from services.gateway.openai.output.markers import certain_length, first_of
@@ -97,11 +97,11 @@ class CallParser(Incremental):
         self._pending = self._pending[end:]
         if call.begun:
             self._opening = ""
-        if state is State.DONE:
+        if state is ReadState.DONE:
             self._read, self._unclosed = self._after, True
-        elif state is State.BROKEN and call.arguments_open:
+        elif state is ReadState.BROKEN and call.arguments_open:
             self._read = self._spilt
-        elif state is State.BROKEN:
+        elif state is ReadState.BROKEN:
             self._unclosed = call.begun and self._form.ends_visibly
             deltas += self._no_call(call.untold)
         return deltas

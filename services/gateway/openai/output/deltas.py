@@ -11,7 +11,7 @@ class Content(NamedTuple):
     text: str
 
 
-class Reasoning(NamedTuple):
+class ReasoningDelta(NamedTuple):
     """A piece of the model's reasoning."""
 
     text: str
@@ -29,7 +29,7 @@ class Arguments(NamedTuple):
     text: str
 
 
-Delta = Content | Reasoning | CallBegun | Arguments
+Delta = Content | ReasoningDelta | CallBegun | Arguments
 
 
 @dataclass
@@ -69,7 +69,7 @@ def parts_of(deltas: Iterable[Delta]) -> Parts:
         match delta:
             case Content(text):
                 parts.content += text
-            case Reasoning(text):
+            case ReasoningDelta(text):
                 parts.reasoning += text
             case CallBegun(name):
                 parts.calls.append(ToolCall(name))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from services.common.text.thinking import BEGINS, ENDS
 from services.common.text.vocabulary import TokenIds, Vocabulary
-from services.gateway.openai.output.deltas import Content, Delta, Reasoning
+from services.gateway.openai.output.deltas import Content, Delta, ReasoningDelta
 from services.gateway.openai.output.incremental import Incremental
 from services.gateway.openai.output.markers import certain_length
 
@@ -23,7 +23,9 @@ class ReasoningParser(Incremental):
         """Return the deltas of the rest of the answer."""
         if self._read == self._after_thoughts:
             return []
-        return [Reasoning(self._pending) if self.thought and self._read != self._content else Content(self._pending)]
+        return [
+            ReasoningDelta(self._pending) if self.thought and self._read != self._content else Content(self._pending)
+        ]
 
     # The states. Each returns the deltas that it finds in the pending text, or None if it needs more text.
 
@@ -46,10 +48,10 @@ class ReasoningParser(Incremental):
         thoughts, end, rest = self._pending.partition(ENDS)
         if end:
             self._pending, self._read = rest, self._after_thoughts
-            return [Reasoning(thoughts.rstrip())]
+            return [ReasoningDelta(thoughts.rstrip())]
         length = certain_length((ENDS,), thoughts)
         thoughts, self._pending = thoughts[:length], thoughts[length:]
-        return [Reasoning(thoughts)] if thoughts else None
+        return [ReasoningDelta(thoughts)] if thoughts else None
 
     def _after_thoughts(self) -> list[Delta] | None:
         return self._skip_space(self._content)

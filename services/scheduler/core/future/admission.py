@@ -11,7 +11,7 @@ _FORECAST_STEPS = (1, 10, 100, 1000)  # for dashboards
 _MOST_BEHIND = 32  # samples admitted in one plan past the first sample that does not fit
 
 
-class Admission:
+class AdmissionControl:
     """The admission rule for one plan, ``step``, while it is built.
 
     Guaranteed sequences count with their limits, and others with their predicted lengths. A margin of pages stays free

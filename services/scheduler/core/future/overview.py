@@ -13,7 +13,7 @@ _MOST_READ = 512  # waiting samples; to place a sample takes some microseconds, 
 
 
 @dataclass(eq=False)
-class Entry:
+class OverviewEntry:
     """An unfinished request. Steps count from now. ``finish`` is that of the last sample that was read."""
 
     request: Request
@@ -35,7 +35,7 @@ class Overview(NamedTuple):
 
     # Running requests by expected finish, then waiting requests in the order of service. If there are too many, the
     # running requests with the earliest end of a sample are listed.
-    entries: list[Entry]
+    entries: list[OverviewEntry]
     unfinished: int  # requests, with and without an entry
     curve: np.ndarray  # int64, pages in use at steps 0, 1, ...
 
@@ -51,16 +51,16 @@ def read_overview(state: State, most: int, now_ns: int) -> Overview:
         if request not in entries:
             if len(entries) == most or request.waiting < request.unfinished:
                 continue  # a request that runs too, and did not fit into the list
-            entries[request] = Entry(request, now_ns - request.samples[0].accepted_ns)
+            entries[request] = OverviewEntry(request, now_ns - request.samples[0].accepted_ns)
         entries[request].add(first, last, sample.given - request.prompt_tokens)
     return Overview([*running, *list(entries.values())[len(running) :]], len(state.queue.requests), placement.pages)
 
 
-def _running(state: State, most: int, now_ns: int) -> dict[Request, Entry]:
+def _running(state: State, most: int, now_ns: int) -> dict[Request, OverviewEntry]:
     """Return the running requests with the earliest end of a sample, without their waiting samples."""
     slots, active = state.pool.slots, state.pool.slots.running_slots()
     first, last = running_steps(state, active)
-    entries: dict[Request, Entry] = {}
+    entries: dict[Request, OverviewEntry] = {}
     for sample in slots.samples[active[np.argsort(last, kind="stable")]].tolist():
         request = sample.request
         if request in entries:
@@ -68,7 +68,7 @@ def _running(state: State, most: int, now_ns: int) -> dict[Request, Entry]:
         if len(entries) == most:
             break
         own = np.array([each.slot for each in request.samples if each.slot >= 0 and not each.finished])
-        entry = entries[request] = Entry(request, now_ns - request.samples[0].accepted_ns, len(own))
+        entry = entries[request] = OverviewEntry(request, now_ns - request.samples[0].accepted_ns, len(own))
         at = np.searchsorted(active, own)
         entry.add(int(first[at].min()), int(last[at].max()), int((slots.known[own] - slots.prompt[own]).sum()))
     return entries

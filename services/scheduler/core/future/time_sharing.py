@@ -25,7 +25,7 @@ _SHORTER = 1.5  # a step that is not shorter by this factor is not worth a plan
 _SOON = 2.0  # work of at most this multiple of a step's fixed cost counts as nearly complete
 
 
-class TimeSlice(NamedTuple):
+class KeyTimeSlice(NamedTuple):
     """The keys for which a plan computes tokens."""
 
     keys: frozenset[str]  # keys whose waiting samples may be admitted
@@ -39,7 +39,7 @@ class TimeSharing:
         self._state = state
         self._credit = 0.0  # cost of full plans that plans of small demands have not spent
 
-    def next(self) -> TimeSlice | None:
+    def next(self) -> KeyTimeSlice | None:
         """Return the keys that the next plan serves, or None for all keys. Postpone the ends of paused sequences."""
         state = self._state
         most = state.queue.step_cost + state.pool.shape.max_tokens_per_step
@@ -62,7 +62,7 @@ class TimeSharing:
             return None
         self._credit -= cost
         self._state.pool.slots.end_step[paused] += 1
-        return TimeSlice(frozenset(demand.key for demand in small), paused)
+        return KeyTimeSlice(frozenset(demand.key for demand in small), paused)
 
     def _demands(self) -> list["_Demand"]:
         """Return the demand of each key."""

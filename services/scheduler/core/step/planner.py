@@ -4,7 +4,7 @@ import numpy as np
 
 from services.scheduler.core.counters import STEP_SIZES
 from services.scheduler.core.future.prediction import Prediction
-from services.scheduler.core.future.time_sharing import TimeSharing, TimeSlice
+from services.scheduler.core.future.time_sharing import KeyTimeSlice, TimeSharing
 from services.scheduler.core.life.lifecycle import Lifecycle
 from services.scheduler.core.life.victims import choose_victims
 from services.scheduler.core.plan import PlannedStep
@@ -72,7 +72,7 @@ class Planner:
         return plan
 
     def _compute(
-        self, plan: PlannedStep, time_slice: TimeSlice | None, now_ns: int, *, light: bool
+        self, plan: PlannedStep, time_slice: KeyTimeSlice | None, now_ns: int, *, light: bool
     ) -> tuple[np.ndarray, Rows]:
         """Put tokens into the plan. Return the slots that decode, and the rows of prompts."""
         state = self._state
@@ -111,7 +111,7 @@ class Planner:
                     state.queue.waiting.charge(priority, key, int(of_classes[priority]))
         state.queue.recent.charge(computed, state.pool.shape.max_tokens_per_step)
 
-    def _decode(self, plan: PlannedStep, time_slice: TimeSlice | None) -> np.ndarray:
+    def _decode(self, plan: PlannedStep, time_slice: KeyTimeSlice | None) -> np.ndarray:
         """Compute one more token for every sequence that is past its prompt, and take pages for these tokens.
 
         If pages run out, release prompts that only waiting samples need, then preempt sequences.

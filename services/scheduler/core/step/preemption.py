@@ -13,7 +13,7 @@ before it is preempted for another key, so that all sequences finish.
 
 import numpy as np
 
-from services.scheduler.core.future.admission import Admission
+from services.scheduler.core.future.admission import AdmissionControl
 from services.scheduler.core.life.lifecycle import Lifecycle
 from services.scheduler.core.life.victims import by_work, without_overdue
 from services.scheduler.core.plan import PlannedStep
@@ -29,7 +29,7 @@ class Preemption:
     """Decides before each plan which sequences are preempted for waiting samples. Owned by the core."""
 
     def __init__(
-        self, state: State, lifecycle: Lifecycle, prefill: Prefill, admission: type[Admission] = Admission
+        self, state: State, lifecycle: Lifecycle, prefill: Prefill, admission: type[AdmissionControl] = AdmissionControl
     ) -> None:
         self._state = state
         self._lifecycle = lifecycle

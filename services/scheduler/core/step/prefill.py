@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from services.common.errors import Internal
-from services.common.plan.types import Admission as SlotAdmission
-from services.scheduler.core.future.admission import Admission
+from services.common.plan.types import Admission
+from services.scheduler.core.future.admission import AdmissionControl
 from services.scheduler.core.future.forecast import Sequences
 from services.scheduler.core.future.prediction import Prediction
-from services.scheduler.core.future.time_sharing import TimeSlice
+from services.scheduler.core.future.time_sharing import KeyTimeSlice
 from services.scheduler.core.life.ending import Ending
 from services.scheduler.core.life.entry import Entry, Lengths, Prepared
 from services.scheduler.core.life.lifecycle import Lifecycle
@@ -38,14 +38,18 @@ class Prefill:
     """Fills the part of a step that decoding leaves with prompts. Owned by the core."""
 
     def __init__(
-        self, state: State, lifecycle: Lifecycle, prediction: Prediction, admission: type[Admission] = Admission
+        self,
+        state: State,
+        lifecycle: Lifecycle,
+        prediction: Prediction,
+        admission: type[AdmissionControl] = AdmissionControl,
     ) -> None:
         self._state = state
         self._lifecycle = lifecycle
         self._prediction = prediction
         self._admission = admission
 
-    def continue_prefill(self, plan: PlannedStep, budget: int, time_slice: TimeSlice | None = None) -> Rows:
+    def continue_prefill(self, plan: PlannedStep, budget: int, time_slice: KeyTimeSlice | None = None) -> Rows:
         """Compute the next chunks of prompts that were begun."""
         slots, rows = self._state.pool.slots, []
         for slot in self._state.pool.prefilling:
@@ -58,7 +62,7 @@ class Prefill:
         self._compute(plan, rows)
         return rows
 
-    def share_prefill(self, plan: PlannedStep, budget: int, now_ns: int, time_slice: TimeSlice | None) -> Rows:
+    def share_prefill(self, plan: PlannedStep, budget: int, now_ns: int, time_slice: KeyTimeSlice | None) -> Rows:
         """Compute chunks of prompts of several keys: of those that were begun, and of samples that are admitted.
 
         Each key gets the same part of ``budget``, or less if it needs less. The others get the rest.
@@ -88,7 +92,7 @@ class Prefill:
             total[slot] = total.get(slot, 0) + tokens
         return [*total.items(), *admitted]
 
-    def admit(self, plan: PlannedStep, budget: int, now_ns: int, time_slice: TimeSlice | None = None) -> Rows:
+    def admit(self, plan: PlannedStep, budget: int, now_ns: int, time_slice: KeyTimeSlice | None = None) -> Rows:
         """Admit waiting samples in order, as long as the first chunk of each has room and the forecast allows.
 
         A sample whose prefix is being computed waits for the next plan. Before a sample that does not fit, a limited
@@ -227,7 +231,7 @@ class Prefill:
                 plan.copies += [(entry.copied_page, page) for page in tables[:, whole].tolist()]
             indices = [sample.index for sample in entry.samples]
             plan.admissions += [
-                SlotAdmission(
+                Admission(
                     slot,
                     entry.tokens,
                     entry.cached,
@@ -308,7 +312,7 @@ class Prefill:
         return chosen
 
     def _make_room(
-        self, plan: PlannedStep, head: Sample, budget: int, now_ns: int, time_slice: TimeSlice | None
+        self, plan: PlannedStep, head: Sample, budget: int, now_ns: int, time_slice: KeyTimeSlice | None
     ) -> Rows:
         """Release prompts that are held for other samples, as the first sample of the queue does not fit.
 

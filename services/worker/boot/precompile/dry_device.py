@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.worker.attention import cuda as attention
 from services.worker.attention import flashinfer_spans
-from services.worker.boot.precompile.job import Gpu
+from services.worker.boot.precompile.job import GpuTarget
 from services.worker.layers import triton_rows, triton_skinny
 from services.worker.runner.cuda import graphs, pieces
 
@@ -53,7 +53,7 @@ def without_streams() -> list[Replacement]:
     ]
 
 
-def dry(gpu: Gpu) -> list[Replacement]:
+def dry(gpu: GpuTarget) -> list[Replacement]:
     """Return replacements with which ``torch.cuda`` reports ``gpu``.
 
     A capture launches its kernels once, and its replay does nothing.

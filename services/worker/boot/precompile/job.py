@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from services.common.config import ChosenWorkerConfig
 
 
-class Gpu(NamedTuple):
+class GpuTarget(NamedTuple):
     """The properties of a GPU on which its kernels depend."""
 
     name: str
@@ -21,4 +21,4 @@ class Job(BaseModel):
 
     config: ChosenWorkerConfig
     dtype: str  # of the model, by its name in torch
-    gpu: Gpu
+    gpu: GpuTarget

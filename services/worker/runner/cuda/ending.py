@@ -42,7 +42,7 @@ class DrawnRows(NamedTuple):
     slots: torch.Tensor  # [rows or more] int32, on the device
 
 
-class ScoredTokens(NamedTuple):
+class PendingScores(NamedTuple):
     """The prompt tokens of a step whose log-probabilities a request asks for."""
 
     runs: PromptRuns
@@ -57,7 +57,7 @@ class Samples:
     keep: torch.Tensor | None = None  # [kept] int32, tokens that the last layer continues with; None = all tokens
     order: np.ndarray | None = None  # [samples] int64, which sample is first, second, ... in the batch; None = as is
     drawn: DrawnRows | None = None
-    scored: ScoredTokens | None = None  # behind the drawn rows
+    scored: PendingScores | None = None  # behind the drawn rows
 
 
 class StepEnd(ABC):
@@ -152,7 +152,7 @@ class SamplingEnd(StepEnd):
             None if keep is None else put(fill_up(keep, padded(len(keep)))),
             arrays.batch_order,
             drawn,
-            None if runs is None else ScoredTokens(runs, put(runs.token_ids)),
+            None if runs is None else PendingScores(runs, put(runs.token_ids)),
         )
 
     def prepare_replay(self, rows: np.ndarray, positions: np.ndarray, graph: DecodeGraph, put: Put) -> Samples | None:

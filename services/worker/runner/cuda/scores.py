@@ -13,7 +13,7 @@ from services.worker.sampling.prompt_logprobs import RowScores
 from services.worker.step.slots import SlotTable
 
 
-class Run(NamedTuple):
+class ScoredRun(NamedTuple):
     """Consecutive prompt tokens of one sequence."""
 
     slot: int
@@ -26,7 +26,7 @@ class Run(NamedTuple):
 class PromptRuns:
     """The scored tokens of a step, in batch order. On the host."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[ScoredRun, ...]
     tokens: np.ndarray  # [n] int32, index among the step's tokens (see ``StepArrays``) of the token before each of them
     token_ids: np.ndarray  # [n] int64, the scored tokens
 
@@ -58,7 +58,7 @@ def find_runs(batch: Batch, slots: SlotTable) -> PromptRuns | None:
         slot, skip = int(rows[row]), int(skipped[row])
         begin, start = int(begins[row]) + skip, int(starts[row]) + skip
         count = min(int(counts[row]) - skip, int(last[row]) - begin)
-        runs.append(Run(slot, begin + 1, count, int(slots.prompt_logprobs[slot])))
+        runs.append(ScoredRun(slot, begin + 1, count, int(slots.prompt_logprobs[slot])))
         tokens.append(np.arange(start, start + count, dtype=np.int32))
         token_ids.append(slots.prompts[slot][begin + 1 : begin + 1 + count])
     return PromptRuns(tuple(runs), np.concatenate(tokens), np.concatenate(token_ids))
@@ -67,7 +67,7 @@ def find_runs(batch: Batch, slots: SlotTable) -> PromptRuns | None:
 class StepScores:
     """The scores of a launched step. Made by the compute thread, read by the answering thread."""
 
-    def __init__(self, runs: tuple[Run, ...], found: RowScores) -> None:
+    def __init__(self, runs: tuple[ScoredRun, ...], found: RowScores) -> None:
         """``found``: the scores of all runs, concatenated."""
         self._runs, self._found = runs, found
 
