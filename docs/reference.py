@@ -1,5 +1,5 @@
-"""Writes ``docs/reference``: flags, HTTP and gRPC as the code has them. ``make reference``, after a change of these; a
-test (``tests/docs/test_reference.py``) holds the pages against it.
+"""Write ``docs/reference``: flags, HTTP and gRPC, from the code. Run ``make reference`` after a change of these;
+``tests/docs/test_reference.py`` compares the pages with it.
 
 Flags come from the configs, HTTP from the application's own ``/openapi.json``, gRPC from the contracts and their
 comments.
@@ -43,22 +43,22 @@ _SCHEMAS = "#/components/schemas/"
 _OF_FIELDS = ("field", "type", "default", "meaning")
 _ABOUT_FLAGS = """\
 `flag=value`, `--flag=value` or `--flag value` on the command line, or `TOKA_<FLAG>` in the environment.
-[Flags](../flags.md) says which to think about.
-`toka` takes those of all programs but addresses and ranks, which it chooses itself.
+[Flags](../flags.md) explains the important ones.
+`toka` takes the flags of all programs except addresses and ranks, which it chooses.
 """
 _ABOUT_HTTP = """\
-Every path, from the server's `/openapi.json`. [The APIs](../api.md) say it in prose, with what answers look like and
-every error. Paths of the [console](../observability.md#the-console) and HEAD are left out.
+Every path, from the server's `/openapi.json`. [The APIs](../api.md) explains requests, responses and
+errors. Paths of the [console](../observability.md#the-console) and HEAD are left out.
 """
 _ABOUT_GRPC = {
     "common": "Messages that the contracts of [schedulers](scheduler.v1.md) and [workers](worker.v1.md) share.",
-    "scheduler": "For whoever writes a client: [gRPC](../grpc.md).",
-    "worker": "Between a scheduler and its workers: [Architecture](../architecture.md).",
+    "scheduler": "[Clients over gRPC](../grpc.md) explains how to write a client.",
+    "worker": "The contract between a scheduler and its workers. [Architecture](../architecture.md) explains it.",
 }
 
 
 def pages() -> dict[str, str]:
-    """Every page by its file name."""
+    """Return every page by its file name."""
     return {
         "flags.md": flags_page(),
         "http.md": http_page(),
@@ -69,14 +69,14 @@ def pages() -> dict[str, str]:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     lines += ["|" + "|".join(f" {_cell(each)} " if each else " " for each in row) + "|" for row in rows]
     return "\n".join(lines) + "\n"
 
 
 def _cell(text: str) -> str:
-    """What would end the cell, or be taken for a tag, is told as it is."""
+    """Return the text of a cell, with characters escaped that would end the cell or begin a tag."""
     parts = text.replace("|", "\\|").split("`")
     plain = (re.sub(r"<(?=[a-z/])", "&lt;", part) if index % 2 == 0 else part for index, part in enumerate(parts))
     return "`".join(plain)
@@ -114,7 +114,7 @@ def _flag_row(name: str, field: FieldInfo, schema: Mapping[str, Any]) -> tuple[s
 
 
 def http_page() -> str:
-    """Every path, with the fields of its body."""
+    """Return the page with every path and the fields of its body."""
     document = asyncio.run(_document())
     text = f"{MADE}# HTTP\n\n{_ABOUT_HTTP}\n"
     operations = [
@@ -168,12 +168,12 @@ def _description(schema: Mapping[str, Any]) -> str:
 
 
 def _first(docstring: str) -> str:
-    """The first paragraph, with Markdown's marks for code."""
+    """Return the first paragraph, with Markdown's marks for code."""
     return " ".join(docstring.partition("\n\n")[0].split()).replace("``", "`")
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
-    """A JSON Schema in words."""
+    """Return a JSON Schema in words."""
     if "anyOf" in schema:
         kinds = [_kind(each) for each in schema["anyOf"] if each.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds)) or "null"
@@ -193,7 +193,7 @@ def _kind(schema: Mapping[str, Any]) -> str:
 
 
 def _short(name: str) -> str:
-    """Without the body that it is part of: bodies have objects in common."""
+    """Return the name of an object without that of its body, because bodies share objects."""
     return name.rpartition(".")[2]
 
 
@@ -222,7 +222,7 @@ def _number(value: float) -> str:
 
 
 def grpc_page(package: str) -> str:
-    """The contract ``tokasaurus.<package>.v1``: calls, messages and enums with their comments."""
+    """Return the page of ``tokasaurus.<package>.v1``: calls, messages and enums with their comments."""
     files = [each for each in _contracts().file if each.package == f"tokasaurus.{package}.v1"]
     text = f"{MADE}# tokasaurus.{package}.v1\n\n{_ABOUT_GRPC[package]}\n"
     text += f"The meanings are the comments in [the contract](../../protos/tokasaurus/{package}/v1).\n"
@@ -250,7 +250,7 @@ def grpc_page(package: str) -> str:
 
 
 def _contracts() -> FileDescriptorSet:
-    """All contracts with their comments, which the committed descriptor set has not."""
+    """Return all contracts with their comments, which the committed descriptor set lacks."""
     compiler = runpy.run_path(str(ROOT / "protos" / "generate.py"))
     with tempfile.TemporaryDirectory() as directory:
         target = Path(directory) / "contracts.binpb"
@@ -259,7 +259,7 @@ def _contracts() -> FileDescriptorSet:
 
 
 class _Comments:
-    """The comments of one file by the path of what they belong to."""
+    """Return the comments of one file by the path of their element."""
 
     def __init__(self, locations: Sequence[Any]) -> None:
         self._found = {
@@ -306,7 +306,7 @@ def _field_kind(field: FieldDescriptorProto, message: DescriptorProto) -> str:
 
 
 def _link(full_name: str) -> str:
-    """To a message's or enum's heading, on its package's page."""
+    """Return a link to the heading of a message or enum on its package's page."""
     package, _, name = full_name.removeprefix(".").partition(".v1.")
     if not package.startswith("tokasaurus."):
         return f"`{full_name.removeprefix('.')}`"

@@ -27,6 +27,7 @@ def block(name: str, language: str) -> str:
 def test_there_is_a_recipe_for_each_common_change():
     assert [name.split(" of ")[0] for name in RECIPES] == [
         "Add a model",
+        "Add a sampling parameter",
         "Add an endpoint",
         "Add a scheduling policy",
     ]
@@ -38,7 +39,7 @@ def test_the_table_names_every_file_of_the_patch(name):
     named = {path for cell in cells for path in re.findall(r"`(\S+?)`", cell)}
     changed = set(re.findall(r"^\+\+\+ b/(\S+)$", block(name, "diff"), re.M))
     assert changed <= named
-    assert all(path.endswith(".md") and (ROOT / path).is_file() for path in named - changed)
+    assert all(path.endswith((".md", ".binpb")) and (ROOT / path).is_file() for path in named - changed)
 
 
 @pytest.fixture
