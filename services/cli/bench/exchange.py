@@ -184,7 +184,7 @@ class _Exchange(asyncio.Protocol):
     def _kind(self, status: int) -> str:
         if status != 200:
             return f"HTTP {status}"
-        return "error in the stream" if b'"error"' in self._body else "no usage reported"
+        return "error in the stream" if b'"error"' in self._body else "no usage"
 
     def _settle(self, prompt_tokens: int, completion_tokens: int, error: str = "", kind: str = "") -> None:
         if not self.done.done():
