@@ -9,14 +9,14 @@ from services.scheduler.core.life.intake import Intake
 
 
 def _arm(poison: int) -> None:
-    queue = Intake.queue
+    submit = Intake.submit
 
     def dying(intake, request, *others) -> None:
-        queue(intake, request, *others)
+        submit(intake, request, *others)
         if int(request.tokens[0]) == poison:
             os._exit(139)
 
-    Intake.queue = dying
+    Intake.submit = dying
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ plan without paused sequences earns the time that later plans of small demands s
 fixed cost of a step, ``Queue.step_cost``.
 
 Steps with few tokens use the device badly. So a key gets its own steps only if it recently got less than half of its
-fair share, or if its work is nearly complete. Busy keys with varying demand share full steps.
+fair share, or if its work is nearly complete and it got no more than its share. Busy keys with varying demand share
+full steps.
 
 Paused sequences end one step later. No sequence is paused if the pool could then be too small. With one key, this
 module does nothing.
@@ -47,8 +48,11 @@ class TimeSharing:
             self._credit = most
             return None
         demands = self._demands()
-        behind, soon = state.queue.recent.behind(demand.key for demand in demands), _SOON * state.queue.step_cost
-        demands = [demand._replace(may_run_alone=demand.left <= soon or demand.key in behind) for demand in demands]
+        keys, soon = [demand.key for demand in demands], _SOON * state.queue.step_cost
+        behind, even = state.queue.recent.behind(keys), state.queue.recent.behind(keys, 1.0)
+        demands = [
+            demand._replace(may_run_alone=demand.key in (even if demand.left <= soon else behind)) for demand in demands
+        ]
         whole = state.queue.step_cost + min(
             sum(demand.tokens for demand in demands), state.pool.shape.max_tokens_per_step
         )

@@ -24,8 +24,8 @@ class RecentService:
             self._tokens = {key: count * kept for key, count in self._tokens.items() if count * kept >= least}
             self._since = 0
 
-    def behind(self, keys: Iterable[str]) -> set[str]:
-        """Return the keys that got at most half of an equal share of the recent service of ``keys``."""
+    def behind(self, keys: Iterable[str], part: float = 0.5) -> set[str]:
+        """Return the keys that got at most ``part`` of an equal share of the recent service of ``keys``."""
         tokens = {key: self._tokens.get(key, 0.0) for key in keys}
         share = sum(tokens.values()) / max(1, len(tokens))
-        return {key for key, count in tokens.items() if count <= share / 2}
+        return {key for key, count in tokens.items() if count <= part * share}
