@@ -200,6 +200,10 @@ def test_signs_of_life_are_no_progress(watched):
         while not said.wait(0.02):
             say(STUCK)
 
-    threading.Thread(target=keep_saying, daemon=True).start()
-    assert result().startswith("its loop made no progress for 0.5")
-    said.set()
+    thread = threading.Thread(target=keep_saying, daemon=True)
+    thread.start()
+    try:
+        assert result().startswith("its loop made no progress for 0.5")
+    finally:
+        said.set()
+        thread.join()  # before its pipe is closed
