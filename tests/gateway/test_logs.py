@@ -65,6 +65,7 @@ def test_the_callers_id_comes_back_and_is_logged(begin):
         assert ask(malformed, prompt="x", max_tokens=2).headers["x-request-id"].startswith("cmpl-")
 
 
+@pytest.mark.slow
 def test_one_id_is_in_the_answer_its_header_and_all_logs_and_no_text_is_in_any(begin, tmp_path):
     (tmp_path / "keys.toml").write_text(f'[[keys]]\nname = "own"\nhash = "{hash_of(KEY)}"\n')
     deployment = begin(api_keys_file=tmp_path / "keys.toml", failover_seconds=0, log_level="DEBUG")

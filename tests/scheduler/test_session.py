@@ -293,6 +293,7 @@ async def test_a_full_queue_says_when_to_come_back():
             assert any("RetryInfo" in detail.type_url for detail in status.details)
 
 
+@pytest.mark.slow
 async def test_random_operations_leave_nothing_behind():
     shape = FakeShape(page_count=120, max_slots=24, max_tokens_per_step=64, eos_every=40)
     chance = random.Random(5)

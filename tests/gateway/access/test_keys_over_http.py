@@ -151,6 +151,7 @@ def test_a_path_with_a_control_character_leads_nowhere(guarded, method, path):
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url")
 
 
+@pytest.mark.slow
 def test_what_is_the_matter_with_schedulers_and_the_store_is_for_operators(tmp_path):
     (tmp_path / "file").touch()
     made = start(tmp_path, failover_seconds=0, admin_port=0, store_dir=tmp_path / "file" / "store")
