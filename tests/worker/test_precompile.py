@@ -18,7 +18,7 @@ from services.worker.boot.progress import BootProgress, StartTimes
 from tests.worker.interpreter import needs_triton
 
 GPU = GpuTarget(name="a GPU", capability=(9, 0), memory=80 << 30, flashinfer=False)
-# What the child does, but for most of the compilations, which take minutes on a processor.
+# What the child does, but only the first compilations.
 REHEARSE = """
 import json, sys
 from services.worker.boot.precompile.dry_rehearsal import rehearse_dry
@@ -68,6 +68,26 @@ def test_what_the_rehearsal_launches_is_compiled_into_the_cache_without_a_device
     assert len(list(tmp_path.rglob("*.cubin"))) == 3
     # From each part of a step: its inputs, products, attention, sampling.
     assert {"_append_and_gather_inputs", "product", "_norm", "_attend", "pick", "penalise"} <= set(found["kernels"])
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # up to 70 compilations
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [
+        ({"architecture": "llama"}, {}),
+        ({"architecture": "qwen3"}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+        ({"architecture": "qwen2", "use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1}, {}),
+        ({"architecture": "llama"}, {"tp_size": 2}),
+    ],
+    ids=["llama", "fp8", "windows and biases", "two ranks"],
+)
+def test_every_kernel_of_a_start_can_be_compiled(checkpoint, tmp_path, model, flags):
+    """Triton's interpreter accepts more than its compiler: a variable may change its type there."""
+    found = rehearse(job(checkpoint(**model), **flags), tmp_path, compiled=1000)
+    assert len(found["kernels"]) > 30
+    assert found["compiled"] == len(found["kernels"])
 
 
 @needs_triton

@@ -3,6 +3,7 @@
 import dataclasses
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from services.common.plan.codec import decode_limits, decode_plan, encode_plan
 from services.common.plan.rules import check_plan
 from services.common.plan.slots import SlotState
 from services.common.plan.types import NO_ROWS, Admission, Batch, LastPlan, Plan, WorkerLimits
-from services.common.plan.verdict import BrokenPlan, StalePlan
+from services.common.plan.verdict import BrokenPlan, StalePlan, has_repeats
 from services.scheduler.record.checker import PlanChecker
 from services.scheduler.record.violation import PlanViolation
 from services.worker.step.slots import SlotTable
@@ -116,3 +117,8 @@ def test_a_worker_refuses_what_its_info_says_that_it_lacks(capability, wanted):
     judge(admission(0, range(5), range(2), **wanted), limits=dataclasses.replace(LIMITS, **{capability: True}))
     with pytest.raises(BrokenPlan, match=rf"WorkerInfo\.{capability} is false"):
         judge(admission(0, range(5), range(2), **wanted), limits=dataclasses.replace(LIMITS, **{capability: False}))
+
+
+@pytest.mark.parametrize("values", [[], [3], [3, 1, 2], [3, 1, 3], [0, 0]])
+def test_repeats_are_found(values):
+    assert has_repeats(np.array(values, np.int64)) is (len({*values}) < len(values))
