@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 START_TIMEOUT_S = 300.0
-PORTS = range(16384, 32768)  # of `free_port`
+PORTS = range(16384, 32768, 16)  # of `free_port`; a program may also use some ports behind its own
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ def free_port() -> int:
     with turns.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
-        last = int(file.read() or PORTS[-1])
-        for offset in range(len(PORTS)):
-            port = PORTS[(last - PORTS[0] + 1 + offset) % len(PORTS)]
+        turn = int(file.read() or 0)
+        for number in range(turn, turn + len(PORTS)):
+            port = PORTS[number % len(PORTS)]
             if _is_free(port):
                 file.truncate(0)
-                file.write(str(port))
+                file.write(str(number + 1))
                 return port
     raise RuntimeError(f"every port from {PORTS[0]} to {PORTS[-1]} is taken")
 
