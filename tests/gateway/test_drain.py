@@ -34,7 +34,7 @@ def begin(sdk: openai.OpenAI, max_tokens: int) -> openai.Stream:
 def refuses(url: str) -> bool:
     try:
         httpx.get(url + "/health")
-    except httpx.ConnectError:
+    except (httpx.ConnectError, httpx.ReadError):  # reset where the listener closed with it in its queue
         return True
     return False
 
