@@ -12,7 +12,7 @@ PROGRAMS = [GatewayConfig, SchedulerConfig, WorkerConfig, DeploymentConfig]
 
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_programs_are_composed_of_groups_that_extend_nothing(kind):
-    """So that no group can replace a flag or a check of another one."""
+    """Otherwise a group could replace a flag or a check of another one."""
     groups = [each for each in kind.__mro__[1:] if issubclass(each, Config) and each is not Config]
     assert all(group.__bases__ == (Config,) for group in groups)
     defined = [

@@ -57,7 +57,7 @@ class FakeShape:
 
     @property
     def limits(self) -> WorkerLimits:
-        """What plans must fit."""
+        """Return the limits that plans must keep."""
         return decode_limits(self.worker_info())
 
     def worker_info(self, incarnation_id: str = "") -> worker_pb2.WorkerInfo:

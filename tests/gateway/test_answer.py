@@ -1,4 +1,4 @@
-"""What becomes of a request between its prompts and its response."""
+"""The way of a request from its prompts to its response."""
 
 import asyncio
 import tracemalloc

@@ -36,7 +36,7 @@ def test_each_unfinished_request_is_due_once_at_its_deadline(count, finished):
 
 @pytest.mark.parametrize("slots", [2, 8])
 def test_a_deadline_ends_every_sample_of_its_request(slots):
-    """Whether it runs or waits."""
+    """A sample ends at its deadline while it runs and while it waits."""
     shape = FakeShape(vocab_size=62, page_size=4, page_count=100, max_slots=slots, max_tokens_per_step=64,
                       max_context_tokens=64, first_token=2)  # fmt: skip
     driver = Driver(shape)
