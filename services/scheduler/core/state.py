@@ -1,11 +1,9 @@
 """State that the packages of the core share: the queue, which outlives workers, and the pool of one worker."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 
-from services.common.boundaries import errors_to
 from services.common.plan.types import WorkerLimits
 from services.scheduler.core.counters import STEP_SIZES, Counters
 from services.scheduler.core.memory.pages import PagePool
@@ -45,9 +43,9 @@ class Queue:
         self.steps_ahead = policy.steps_ahead  # limit of plans in flight
         self.step_cost = STEP_COST  # fixed cost of a step, in tokens; measured by the step loop
 
-    def ending_on_error(self, request: Request) -> errors_to:
-        """Return a context manager that ends ``request`` before the next plan if its block raises."""
-        return errors_to(partial(self.broken.setdefault, request))
+    def fail(self, request: Request, error: Exception) -> None:
+        """End ``request`` before the next plan because of an unexpected ``error``. The first error counts."""
+        self.broken.setdefault(request, error)
 
 
 class Pool:

@@ -174,12 +174,14 @@ class Lifecycle:
             state.queue.requests.pop(request.request_id, None)
             request.samples.clear()  # breaks a reference cycle, which would stay in memory for minutes
         finish = None
-        with state.queue.ending_on_error(request):
+        try:
             if request.share is not None and not request.waiting:
                 self.shares.end(request)
             if not request.unfinished and request.automaton is not None:
                 state.queue.matcher.release(request.automaton)
             finish = finish_of(ending)
+        except Exception as error:
+            state.queue.fail(request, error)
         if finish is None:
             finish = Finish(sample.handle, FinishReason.ERROR, request.prompt_tokens, error=Internal.logged())
         state.queue.outbox.finish(request.sink, finish)
@@ -239,8 +241,10 @@ class Lifecycle:
 
     def _keep_tokens(self, sample: Sample) -> None:
         """Store the tokens of a sample that will be admitted again."""
-        with self._state.queue.ending_on_error(sample.request):  # without its tokens it would repeat them
+        try:
             self._copy_tokens(sample)
+        except Exception as error:  # without its tokens it would repeat them
+            self._state.queue.fail(sample.request, error)
 
     def _copy_tokens(self, sample: Sample) -> None:
         state, slots, slot = self._state, self._state.pool.slots, sample.slot
@@ -301,5 +305,7 @@ class Lifecycle:
             pages = slots.table[slot, start:end].copy()
             tokens = state.pool.pages.tokens[pages[0]]
             request = slots.samples[slot].request
-            with state.queue.ending_on_error(request):  # the pages stay its own
+            try:
                 slots.node[slot] = tree.extend(node, tokens, request.salt, pages, ready_step)
+            except Exception as error:  # the pages stay its own
+                state.queue.fail(request, error)

@@ -145,8 +145,10 @@ class Prefill:
                 continue
             looked_up += sample.given
             entry = None
-            with self._state.queue.ending_on_error(request):
+            try:
                 entry = self._entry(plan, sample, claimed)
+            except Exception as error:
+                self._state.queue.fail(request, error)
             if entry is None:
                 later.add(request)
                 continue
@@ -258,8 +260,10 @@ class Prefill:
         prepared: list[Prepared | None] = []
         for entry in entries:
             ready = None
-            with self._state.queue.ending_on_error(entry.samples[0].request):
+            try:
                 ready = self._lifecycle.prepare(entry)
+            except Exception as error:
+                self._state.queue.fail(entry.samples[0].request, error)
             prepared.append(ready)
         if None in prepared:
             sound = [each is not None for each in prepared]

@@ -41,13 +41,15 @@ class Results:
         late_enough = known >= slots.min_known[rows]
         state.queue.outbox.tokens(result, slots.sink[rows], slots.handle[rows])
         for row in (matched & ~late_enough).nonzero()[0].tolist():
-            with state.queue.ending_on_error(slots.samples[rows[row]].request):
+            try:
                 self._pass_over(int(rows[row]), int(before[row]), int(tokens[row]))
+            except Exception as error:
+                state.queue.fail(slots.samples[rows[row]].request, error)
         by_token, by_string = in_set & late_enough, matched & late_enough
         endings = []
         for row in (by_token | by_string | (known >= slots.limit[rows])).nonzero()[0].tolist():
             sample, token = slots.samples[rows[row]], int(tokens[row])
-            with state.queue.ending_on_error(sample.request):
+            try:
                 if by_token[row]:
                     endings.append(Ending(sample, FinishReason.STOP, stop_token_id=token))
                 elif by_string[row]:
@@ -55,6 +57,8 @@ class Results:
                     endings.append(Ending(sample, FinishReason.STOP, stop_string=match))
                 else:
                     endings.append(Ending(sample, FinishReason.LENGTH))
+            except Exception as error:
+                state.queue.fail(sample.request, error)
         if endings:
             self._lifecycle.finish(endings)
 
@@ -65,8 +69,10 @@ class Results:
             slot = scored.slot
             if slots.active[slot] and slots.admitted_step[slot] <= result.step:
                 request = slots.samples[slot].request
-                with self._state.queue.ending_on_error(request):
+                try:
                     self._output_scores(request, scored)
+                except Exception as error:
+                    self._state.queue.fail(request, error)
 
     def _output_scores(self, request: Request, scored: ScoredTokens) -> None:
         sent = request.scored + 1 - scored.start  # number of the first tokens that were output before
