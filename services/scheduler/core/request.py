@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy as np
 from services.common.errors import TokaError
 from services.common.plan.types import SamplingSettings
 from services.scheduler.core.stopping.automaton import Automaton
+
+_FIXED_BYTES = 256  # numbers and trace id of an admission
 
 
 class Priority(enum.IntEnum):
@@ -77,6 +80,13 @@ class Request:
     def prompt_tokens(self) -> int:
         """The length of the prompt, without a resumed tail."""
         return len(self.tokens) - self.resumed_tokens
+
+    @cached_property
+    def admission_bytes(self) -> int:
+        """An upper bound on the bytes of the admission of a new sample in a plan, without its pages."""
+        parameters = self.sampling.parameters
+        biases = 0 if parameters is None else len(parameters.logit_bias_token_ids)
+        return _FIXED_BYTES + 4 * (len(self.tokens) + len(self.sampling.grammar)) + 8 * biases
 
     @property
     def unscored(self) -> bool:

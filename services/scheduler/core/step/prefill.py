@@ -27,7 +27,6 @@ _MOST_LOOKED_UP = 512 * 1024  # tokens of prompts looked up in the prefix tree f
 # of 64 MiB. A larger admission is alone in its plan, and must be below the second limit with its pages.
 _MOST_BYTES = 24 * 1024 * 1024
 _MOST_BYTES_ALONE = 48 * 1024 * 1024
-_FIXED_BYTES = 256  # numbers and trace id of an admission
 _MOST_LATER = 64  # requests that wait in one plan because their prefix is being computed
 _MOST_OVERTAKEN = 1024  # samples that may be admitted before the first sample of the queue, which does not fit
 
@@ -135,7 +134,7 @@ class Prefill:
             request = sample.request
             if request in later:
                 continue
-            more = _admission_bytes(sample)
+            more = request.admission_bytes + 4 * len(sample.generated)
             if size and size + more > _MOST_BYTES:
                 break
             if request in siblings and not len(sample.generated):
@@ -165,7 +164,7 @@ class Prefill:
         """Return the entry of ``sample``, or None while a sent plan or an earlier entry computes more of its prefix."""
         state, request, size = self._state, sample.request, self._state.pool.shape.page_size
         share, tokens = request.share, sample.tokens
-        alone = _admission_bytes(sample) + 4 * -(-len(tokens) // size)
+        alone = request.admission_bytes + 4 * (len(sample.generated) - (-len(tokens) // size))
         if alone > _MOST_BYTES_ALONE:
             raise Internal(f"the sequence takes {alone} bytes of a plan, which carries {_MOST_BYTES_ALONE} at most")
         if share is not None and not len(sample.generated):
@@ -351,13 +350,6 @@ def _fair_parts(wanted: Mapping[str, int], budget: int) -> dict[str, int]:
         parts[key] = min(tokens, -(-left // (len(wanted) - at)))
         left -= parts[key]
     return parts
-
-
-def _admission_bytes(sample: Sample) -> int:
-    """Return an upper bound on the bytes of the admission of ``sample`` in a plan, without its pages."""
-    sampling = sample.request.sampling
-    biases = 0 if sampling.parameters is None else len(sampling.parameters.logit_bias_token_ids)
-    return _FIXED_BYTES + 4 * (sample.given + len(sampling.grammar)) + 8 * biases
 
 
 def _only(entries: list[Entry], chosen: np.ndarray) -> list[Entry]:
