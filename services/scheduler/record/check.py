@@ -49,8 +49,7 @@ def check(recording: Recording) -> Findings:
             found.unanswered += step.result is None
             found.failures += len(step.result.result.failures) if step.result else 0
             found.admissions += len(step.plan.plan.admissions)
-            names = (state.occupants.get(admission.slot) for admission in step.plan.plan.admissions)
-            found.sequences.update(name for name in names if name is not None)
+            found.sequences.update(state.occupants[admission.slot] for admission in step.plan.plan.admissions)
         found.ending = recording.ending
     except Violation as violation:
         sequence = "" if violation.slot is None else f" ({state.occupants.name(violation.slot)})"

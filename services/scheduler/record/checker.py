@@ -9,20 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.plan.codec import decode_plan, decode_result
-from services.common.plan.result_rules import BrokenResult, check_result
+from services.common.plan.result_rules import check_result
 from services.common.plan.rules import check_plan
 from services.common.plan.slots import SlotState
 from services.common.plan.types import Admission, LastPlan, Plan, WorkerLimits
-from services.common.plan.verdict import BrokenPlan, StalePlan, has_repeats
+from services.common.plan.verdict import has_repeats
 from services.scheduler.record.hashes import next_hashes, prefix_hashes
 from services.scheduler.record.logprobs import NOT_ASKED, ScoresDue, check_logprobs, check_scores
-from services.scheduler.record.violation import (
-    PlanViolation,
-    ResultViolation,
-    Violation,
-    expect,
-    require_each,
-)
+from services.scheduler.record.violation import Violation, expect, expect_each, violations_of
 from tokasaurus.worker.v1 import plan_pb2
 
 UNKNOWN_TOKEN = np.uint32(0xFFFFFFFF)  # placeholder for a token that was not recorded
@@ -63,22 +57,15 @@ class PlanChecker:
     # -- one step
 
     def apply(self, message: plan_pb2.StepPlan) -> np.ndarray:
-        """Apply a plan. Return the slots that sample a token, int64 in batch order. Raises ``PlanViolation``."""
+        """Apply a plan. Return the slots that sample a token, int64 in batch order. Raises ``Violation``."""
         if not self._complete:
             raise RuntimeError(f"step {self.last.step}: call `sampled` before the next plan")
         plan = decode_plan(message)
-        try:
+        with violations_of(plan.step):
             check_plan(plan, self.last, self.slots, self.limits)
             self._change(plan)
             self.last = self.last.followed_by(plan)
             self._sampling, self._complete = self._forward(self.last.batch.slots, self.last.batch.token_counts), False
-        except (BrokenPlan, StalePlan) as breach:
-            violation = PlanViolation(breach.message, slot=breach.slot)
-            violation.step = plan.step
-            raise violation from breach
-        except PlanViolation as violation:
-            violation.step = plan.step
-            raise
         return self._sampling
 
     def sampled(self, tokens: np.ndarray) -> None:
@@ -90,7 +77,7 @@ class PlanChecker:
     def result_received(self, message: plan_pb2.StepResult | None) -> int:
         """Check and apply the result of the plan, or None if it was not recorded. Return the number of tokens.
 
-        Raises ``ResultViolation``.
+        Raises ``Violation``.
         """
         tokens = np.full(len(self._sampling), UNKNOWN_TOKEN, np.uint32)
         if message is None:
@@ -98,20 +85,13 @@ class PlanChecker:
             return 0
         result = decode_result(message)
         good = np.isin(self._sampling, [failure.slot for failure in result.failures], invert=True)
-        try:
+        with violations_of(self.last.step):
             expect(result.step == self.last.step, f"it is the result of step {result.step}")
             check_result(result, self._sampling, self.limits)
             expect(np.array_equal(self._sampling[good], result.slots), "tokens in another order than the batch")
             asked = self.top_asked[self._sampling]
             check_logprobs(result, asked[good], asked[~good], self.processed[result.slots])
             check_scores(result.scored, self.scores_due)
-        except BrokenResult as breach:
-            violation = ResultViolation(breach.message, slot=breach.slot)
-            violation.step = self.last.step
-            raise violation from breach
-        except Violation as violation:
-            violation.step = self.last.step
-            raise
         tokens[good] = result.tokens
         self.sampled(tokens)
         return len(result.tokens)
@@ -148,7 +128,7 @@ class PlanChecker:
         slot, cached, settings = admission.slot, admission.cached_tokens, admission.sampling
         tokens, pages = admission.token_ids.astype(np.uint32), admission.pages
         if has_repeats(pages):
-            raise PlanViolation("the page table has a page twice", slot=slot)
+            raise Violation("the page table has a page twice", slot=slot)
         self.slots.admit(admission)
         if not np.array_equal(tokens, self._last_prompt[0]):  # samples of a request are admitted together
             self._last_prompt = tokens, prefix_hashes(tokens)
@@ -172,15 +152,11 @@ class PlanChecker:
         alone = self.holders[pages] == 1
         if not alone.all():
             slots = np.concatenate([np.broadcast_to(slots, pages.shape) for slots, pages in self._fresh])
-            require_each(alone, "given out to write on, but another sequence holds it", slots=slots, pages=pages)
+            expect_each(alone, "given out to write on, but another sequence holds it", slots=slots, pages=pages)
 
     def _copy(self, sources: np.ndarray, targets: np.ndarray) -> None:
         fresh = np.concatenate([pages for _, pages in self._fresh]) if self._fresh else _NONE
-        require_each(
-            np.isin(targets, fresh),
-            "the target of a copy, but not given out by this plan",
-            pages=targets,
-        )
+        expect_each(np.isin(targets, fresh), "the target of a copy, but not given out by this plan", pages=targets)
         self.kv[targets] = self.kv[sources]
         self.page_tokens[targets] = self.page_tokens[sources]
 
@@ -190,7 +166,7 @@ class PlanChecker:
         same = self.kv[pages].reshape(-1)[:cached] == self._prompt_hashes[slot][:cached]
         if not same.all():
             at = int(same.argmin())
-            raise PlanViolation(f"it does not hold the token at {at}", slot=slot, page=int(pages[at // size]))
+            raise Violation(f"it does not hold the token at {at}", slot=slot, page=int(pages[at // size]))
 
     # -- the forward pass
 
@@ -205,7 +181,7 @@ class PlanChecker:
         sampling: npt.NDArray[np.int64] = slots[ends == self.slots.known[slots]]
         return sampling
 
-    def _due(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> "dict[int, ScoresDue]":
+    def _due(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> dict[int, ScoresDue]:
         due = {}
         for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
             if slot in self._scored:
@@ -221,7 +197,7 @@ class PlanChecker:
         """Compute the last known token of each slot, which was sampled or is the last token of the admission."""
         size, position, tokens = self.limits.page_size, self.slots.computed[slots], self.last_token[slots]
         pages = self.slots.page_table[slots, position // size]
-        require_each(self.holders[pages] == 1, "written to, but other sequences hold it", slots=slots, pages=pages)
+        expect_each(self.holders[pages] == 1, "written to, but other sequences hold it", slots=slots, pages=pages)
         self.hash[slots] = next_hashes(self.hash[slots], tokens)
         self.kv[pages, position % size] = self.hash[slots]
         self.page_tokens[pages, position % size] = tokens
@@ -234,7 +210,7 @@ class PlanChecker:
         positions = np.arange(start, start + count)
         pages = self.slots.page_table[slot, positions // size]
         slots = np.broadcast_to(slot, pages.shape)
-        require_each(self.holders[pages] == 1, "written to, but other sequences hold it", slots=slots, pages=pages)
+        expect_each(self.holders[pages] == 1, "written to, but other sequences hold it", slots=slots, pages=pages)
         self.kv[pages, positions % size] = self._prompt_hashes[slot][positions]
         self.page_tokens[pages, positions % size] = self.prompts[slot][positions]
         self.hash[slot] = self._prompt_hashes[slot][start + count - 1]

@@ -23,7 +23,7 @@ class ScoresDue(NamedTuple):
 
 
 def check_logprobs(result: StepResult, asked: np.ndarray, failed: np.ndarray, processed: np.ndarray) -> None:
-    """Check the log-probabilities of the rows of ``result``. Raises ``ResultViolation``.
+    """Check the log-probabilities of the rows of ``result``. Raises ``Violation``.
 
     ``asked [rows]`` int64 is the number of top log-probabilities that each row asked for; ``NOT_ASKED`` = not even its
     token's own. ``failed`` is the same for the rows that failed: arrays that only they asked for may be there.
@@ -51,7 +51,7 @@ def check_logprobs(result: StepResult, asked: np.ndarray, failed: np.ndarray, pr
 def check_scores(scored: Sequence[ScoredTokens], due: Mapping[int, ScoresDue]) -> None:
     """Check that each of ``due``, by slot, comes once, whole, in parts that follow each other.
 
-    Raises ``ResultViolation``.
+    Raises ``Violation``.
     """
     given = {slot: wanted.start for slot, wanted in due.items()}
     for part in scored:

@@ -15,23 +15,16 @@ class SequenceName(NamedTuple):
         return f"{self.request_id}:{self.sample}"
 
 
-class Occupants:
+class Occupants(dict[int, SequenceName]):
     """Sequences by slot, updated with each plan."""
-
-    def __init__(self) -> None:
-        self._names: dict[int, SequenceName] = {}
 
     def apply(self, record: record_pb2.PlanRecord) -> None:
         """Apply the releases and then the admissions of a plan."""
         for slot in record.plan.release_slots:
-            self._names.pop(slot, None)
+            self.pop(slot, None)
         for admission, request_id in zip(record.plan.admissions, record.admitted_ids, strict=True):
-            self._names[admission.slot] = SequenceName(request_id, admission.sampling.sample_index)
+            self[admission.slot] = SequenceName(request_id, admission.sampling.sample_index)
 
     def name(self, slot: int) -> str:
         """Return the name of the sequence in ``slot``, or a dash if it is free."""
-        return str(self._names.get(slot, "-"))
-
-    def get(self, slot: int) -> SequenceName | None:
-        """Return the sequence in ``slot``, or None if it is free."""
-        return self._names.get(slot)
+        return str(self.get(slot, "-"))

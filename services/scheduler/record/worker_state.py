@@ -4,7 +4,7 @@ from services.common.plan.codec import decode_limits
 from services.scheduler.record.checker import PlanChecker
 from services.scheduler.record.occupants import Occupants
 from services.scheduler.record.reader import RecordedStep, Recording
-from services.scheduler.record.violation import PlanViolation
+from services.scheduler.record.violation import Violation
 
 
 class WorkerState:
@@ -22,7 +22,7 @@ class WorkerState:
         """
         if step.unanswered > self._plans_in_flight:
             message = f"{step.unanswered} plans in flight, and plans_in_flight={self._plans_in_flight} was agreed"
-            raise _violation(step, message)
+            raise Violation(message, step=step.plan.plan.step)
         self._check_releases(step)
         self.occupants.apply(step.plan)
         self.checker.apply(step.plan.plan)
@@ -33,10 +33,5 @@ class WorkerState:
         for slot, request_id in zip(step.plan.plan.release_slots, step.plan.released_ids, strict=True):
             occupant = self.occupants.get(slot)
             if occupant is not None and occupant.request_id != request_id:
-                raise _violation(step, f"released for the request {request_id!r}, but it is of another request", slot)
-
-
-def _violation(step: RecordedStep, message: str, slot: int | None = None) -> PlanViolation:
-    violation = PlanViolation(message, slot=slot)
-    violation.step = step.plan.plan.step
-    return violation
+                message = f"released for the request {request_id!r}, but it is of another request"
+                raise Violation(message, step=step.plan.plan.step, slot=slot)

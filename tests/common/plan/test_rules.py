@@ -18,7 +18,7 @@ from services.common.plan.slots import SlotState
 from services.common.plan.types import NO_ROWS, Admission, Batch, LastPlan, Plan, WorkerLimits
 from services.common.plan.verdict import BrokenPlan, StalePlan, has_repeats
 from services.scheduler.record.checker import PlanChecker
-from services.scheduler.record.violation import PlanViolation
+from services.scheduler.record.violation import Violation
 from services.worker.step.slots import SlotTable
 from tests.fakes.model import FakeModel, FakeShape
 from tests.properties import examples
@@ -57,7 +57,7 @@ def verdict_of(side, message: plan_pb2.StepPlan) -> str:
         side.apply(message)
     except (InvalidRequest, FailedPrecondition) as error:
         return error.message
-    except PlanViolation as violation:
+    except Violation as violation:
         return violation.message if isinstance(violation.__cause__, BrokenPlan | StalePlan) else "pages"
     return ""
 

@@ -13,15 +13,15 @@ from services.scheduler.record.checker import PlanChecker
 from services.scheduler.record.hashes import FACTOR, next_hashes, prefix_hashes
 from services.scheduler.record.reader import RecordedStep
 from services.scheduler.record.recorder import Recorder
-from services.scheduler.record.violation import PlanViolation
+from services.scheduler.record.violation import Violation
 from tests.properties import examples
 from tests.scheduler.record.checking import Mutation, replayed, settings_of
 from tests.scheduler.record.loop import SHAPE, open_recordings, record_small_run, rewrite
 from tokasaurus.worker.v1 import plan_pb2
 
 
-def violation(steps: list[RecordedStep], step: int, mutate: Mutation) -> PlanViolation:
-    with pytest.raises(PlanViolation) as caught:
+def violation(steps: list[RecordedStep], step: int, mutate: Mutation) -> Violation:
+    with pytest.raises(Violation) as caught:
         for _ in replayed(steps, step, mutate):
             pass
     return caught.value
@@ -234,7 +234,7 @@ def test_a_stale_page_is_caught_when_its_owner_writes():
     run(release_slots=[0], admissions=[owner], batch=plan_pb2.Batch(slots=[0], token_counts=[4]))
     reader = plan_pb2.Admission(slot=1, token_ids=range(9), cached_tokens=8, pages=[0, 1, 3], sampling=sampling)
     run(admissions=[reader], batch=plan_pb2.Batch(slots=[1]))
-    with pytest.raises(PlanViolation, match="step 4, slot 0, page 1: written to, but other sequences hold it"):
+    with pytest.raises(Violation, match="step 4, slot 0, page 1: written to, but other sequences hold it"):
         run(batch=plan_pb2.Batch(slots=[0], token_counts=[4]))
 
 
@@ -243,12 +243,12 @@ def test_a_worker_without_the_capability_gets_no_groups_and_no_micro_batches(ste
         ({"hydragen": False}, "hydragen is false"),
         ({"max_micro_batches": 0}, "micro_batches is 1"),
     ):
-        with pytest.raises(PlanViolation, match=message):
+        with pytest.raises(Violation, match=message):
             list(replayed(steps, shape=replace(SHAPE, **missing)))
 
 
 def test_no_more_top_logprobs_than_the_vocabulary_has_tokens(steps):
-    with pytest.raises(PlanViolation, match="top_logprobs=65"):
+    with pytest.raises(Violation, match="top_logprobs=65"):
         list(replayed(steps, 1, settings_of(top_logprobs=65), replace(SHAPE, max_top_logprobs=100)))
 
 

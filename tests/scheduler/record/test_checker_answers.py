@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from services.scheduler.record.checker import PlanChecker
-from services.scheduler.record.violation import PlanViolation, ResultViolation
+from services.scheduler.record.violation import Violation
 from tests.fakes.model import FakeModel
 from tests.scheduler.record.checking import replayed, settings_of
 from tests.scheduler.record.loop import SHAPE
@@ -29,7 +29,7 @@ def test_an_answer_that_does_not_fit_its_plan_is_refused(mutate, steps):
     checker.apply(steps[3].plan.plan)
     answer = plan_pb2.StepResult.FromString(steps[3].result.result.SerializeToString())
     mutate(answer)
-    with pytest.raises(ResultViolation, match="step 4"):
+    with pytest.raises(Violation, match="step 4"):
         checker.result_received(answer)
 
 
@@ -89,7 +89,7 @@ WRONG_LOGPROBS = {
 def test_logprobs_that_are_not_what_the_rows_asked_for_are_refused(mutate, message):
     checker, answer = logprobs_model()
     mutate(answer)
-    with pytest.raises(ResultViolation, match=message):
+    with pytest.raises(Violation, match=message):
         checker.result_received(answer)
 
 
@@ -99,7 +99,7 @@ def test_logprobs_that_nobody_asked_for_are_refused(steps):
         checker.apply(steps[3].plan.plan)
         answer = plan_pb2.StepResult.FromString(steps[3].result.result.SerializeToString())
         getattr(answer, field).extend(values)
-        with pytest.raises(ResultViolation, match=rf"^step 4: .*{field}"):
+        with pytest.raises(Violation, match=rf"^step 4: .*{field}"):
             checker.result_received(answer)
 
 
@@ -176,13 +176,13 @@ def test_right_scores_of_a_prompt_pass():
 def test_wrong_scores_of_a_prompt(spoil, message):
     checker, result = scores_model()
     spoil(result)
-    with pytest.raises(ResultViolation, match=message):
+    with pytest.raises(Violation, match=message):
         checker.result_received(result)
 
 
 def test_scores_that_a_worker_does_not_have_are_not_asked_for(steps):
     settings = settings_of(prompt_logprobs=1)
-    with pytest.raises(PlanViolation, match=r"WorkerInfo\.prompt_logprobs is false"):
+    with pytest.raises(Violation, match=r"WorkerInfo\.prompt_logprobs is false"):
         list(replayed(steps, 1, settings, replace(SHAPE, prompt_logprobs=False)))
 
 
@@ -201,7 +201,7 @@ def test_a_row_with_processed_logprobs_may_have_fewer_tokens(count, good):
     if good:
         assert checker.result_received(answer) == 1
         return
-    with pytest.raises(ResultViolation, match="another number of top logprobs"):
+    with pytest.raises(Violation, match="another number of top logprobs"):
         checker.result_received(answer)
 
 
@@ -217,7 +217,7 @@ def test_scores_are_due_from_their_start(start):
     if start == 2:
         assert checker.result_received(answer) == 1
         return
-    with pytest.raises(ResultViolation, match="scores"):
+    with pytest.raises(Violation, match="scores"):
         checker.result_received(answer)
 
 
@@ -231,5 +231,5 @@ def test_scores_are_due_from_their_start(start):
     ],
 )
 def test_settings_that_the_worker_does_not_take_are_refused(steps, settings, without, message):
-    with pytest.raises(PlanViolation, match=message):
+    with pytest.raises(Violation, match=message):
         list(replayed(steps, 1, settings_of(**settings), replace(SHAPE, **without)))
