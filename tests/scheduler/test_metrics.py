@@ -12,10 +12,9 @@ from services.common.errors import Unavailable
 from services.common.metrics.server import serve_on
 from services.common.process.handover import listen
 from services.scheduler.api.metrics import public_address
-from services.scheduler.core.step.load import Load
 from services.scheduler.engine.statsd import Statsd
 from tests.scheduler.service import PROMPT, session, start
-from tokasaurus.scheduler.v1 import generate_pb2
+from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
 
 PATIENCE_S = 60
 
@@ -131,7 +130,7 @@ def test_a_statsd_server_that_is_not_there_costs_nothing_and_one_without_address
         url = f"udp://127.0.0.1:{gone.getsockname()[1]}"
     statsd = Statsd(url, "tokasaurus")
     for _ in range(3):
-        statsd.send(Load())
+        statsd.send(observe_pb2.Load())
     statsd.close()
     with pytest.raises(Unavailable, match="statsd_server_url"):
         Statsd("no-such-host.invalid:8125", "tokasaurus")

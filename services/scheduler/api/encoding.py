@@ -1,6 +1,5 @@
 """Encodes the core's events as messages of the public contract."""
 
-import dataclasses
 from functools import partial
 
 import numpy as np
@@ -15,7 +14,6 @@ from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.core.future.overview import Overview
 from services.scheduler.core.plan import NO_SLOTS
 from services.scheduler.core.request import Finish, FinishReason, Priority, Request
-from services.scheduler.core.step.load import Load
 from services.scheduler.engine.events import Accepted, HeartbeatReply, PlanEvent, Rejected
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 
@@ -41,8 +39,8 @@ def encode_event(item: object) -> session_pb2.SessionResponse:
             return session_pb2.SessionResponse(rejection=rejection)
         case HeartbeatReply(nonce=nonce):
             return session_pb2.SessionResponse(heartbeat=session_pb2.Heartbeat(nonce=nonce))
-        case Load():
-            return session_pb2.SessionResponse(load=encode_load(item))
+        case observe_pb2.Load():
+            return session_pb2.SessionResponse(load=item)
     raise TypeError(f"no message for {type(item).__name__}")
 
 
@@ -125,17 +123,6 @@ def encode_finish(finish: Finish) -> generate_pb2.Finish:
         message.stop_string.index, message.stop_string.trailing_bytes = finish.stop_string
     if finish.error is not None:
         message.error.CopyFrom(to_status(finish.error))
-    return message
-
-
-def encode_load(load: Load) -> observe_pb2.Load:
-    separate = ("counters", "forecast")
-    values = {field.name: getattr(load, field.name) for field in dataclasses.fields(load) if field.name not in separate}
-    message = observe_pb2.Load(**values, counters=observe_pb2.Counters(**dataclasses.asdict(load.counters)))
-    if load.forecast:
-        message.forecast.total_pages = load.total_pages
-        message.forecast.steps.extend(steps for steps, _ in load.forecast)
-        message.forecast.pages.extend(pages for _, pages in load.forecast)
     return message
 
 

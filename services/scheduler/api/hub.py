@@ -13,9 +13,9 @@ from services.common.errors import Internal, Overloaded, TokaError
 from services.common.process.tracing import Tracing
 from services.scheduler.api.mailbox import Mailbox
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.step.load import Load
 from services.scheduler.engine.events import Events, PlanEvent
 from services.scheduler.engine.loop import EngineLoop
+from tokasaurus.scheduler.v1 import observe_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -94,7 +94,7 @@ class Hub:
                 with errors_to(partial(self._end_stream, sink)):
                     if (mailbox := self._mailboxes.get(sink)) is not None:
                         mailbox.put(item)
-            elif isinstance(item, Load):
+            elif isinstance(item, observe_pb2.Load):
                 for session in self._sessions:
                     self._mailboxes[session].put_load(item)
             else:

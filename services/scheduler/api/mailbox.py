@@ -12,8 +12,8 @@ from services.common.errors import Overloaded, TokaError
 from services.common.plan.top_logprobs import TopLogprobs
 from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import NO_FLOATS
-from services.scheduler.core.step.load import Load
 from services.scheduler.engine.events import Accepted
+from tokasaurus.scheduler.v1 import observe_pb2
 
 _MOST_BYTES = 64 * 1024 * 1024  # a client with more unsent bytes is disconnected
 _MOST_ACCEPTANCES = 256  # in one message
@@ -71,7 +71,7 @@ class Mailbox:
         self.tokens = 0  # number of tokens ever put
         self.joins_acceptances = False  # ``get`` may return several acceptances as one item
         self._items: deque[Any] = deque()
-        self._load: Load | None = None  # only the newest is sent
+        self._load: observe_pb2.Load | None = None  # only the newest is sent
         self._bytes = 0
         self._most_bytes = most_bytes or _MOST_BYTES
         self._on_overflow = overflowed
@@ -94,7 +94,7 @@ class Mailbox:
             self._on_overflow()
         self._available.set()
 
-    def put_load(self, load: Load) -> None:
+    def put_load(self, load: observe_pb2.Load) -> None:
         self._load = load
         self._available.set()
 

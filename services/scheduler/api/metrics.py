@@ -7,7 +7,6 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from prometheus_client.core import Metric
 
 from services.common.metrics.replicas import ReplicaReport, replica_metrics
-from services.scheduler.api.encoding import encode_load
 from services.scheduler.engine.loop import EngineLoop
 
 _TIMEOUT_S = 5.0
@@ -25,7 +24,7 @@ class SchedulerMetrics:
             load = self._engine.ask(lambda core: self._engine.load()).result(_TIMEOUT_S)
         except FutureTimeoutError:
             return
-        yield from replica_metrics([ReplicaReport(self._replica, self._model, encode_load(load))])
+        yield from replica_metrics([ReplicaReport(self._replica, self._model, load)])
 
 
 def public_address(address: str) -> str:

@@ -11,7 +11,7 @@ from services.common.keys import Key
 from services.common.packed import fill, read_fixed32
 from services.common.rpc.interceptor import AnyContext
 from services.scheduler.api.access import Access
-from services.scheduler.api.encoding import encode_curve, encode_load, encode_overview, encode_plan_event
+from services.scheduler.api.encoding import encode_curve, encode_overview, encode_plan_event
 from services.scheduler.api.generate import GenerateCall
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.model import ServedModel
@@ -79,7 +79,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def GetLoad(self, request: observe_pb2.GetLoadRequest, context: AnyContext) -> observe_pb2.GetLoadResponse:
         load = await self._hub.ask(lambda core: self._hub.engine.load())
-        return observe_pb2.GetLoadResponse(load=encode_load(load))
+        return observe_pb2.GetLoadResponse(load=load)
 
     async def Forecast(self, request: observe_pb2.ForecastRequest, context: AnyContext) -> observe_pb2.ForecastResponse:
         with self._running(context) as key:

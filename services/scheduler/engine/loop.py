@@ -18,9 +18,9 @@ from services.scheduler.core.future.admission import PageForecast, forecast_page
 from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.step.load import Load, read_load
 from services.scheduler.engine.events import Events, HeartbeatReply, PlanEvent, Rejected
 from services.scheduler.engine.inbox import Call, Inbox
+from services.scheduler.engine.load import read_load
 from services.scheduler.engine.loop_stages import LoopStages
 from services.scheduler.engine.pace import Pace
 from services.scheduler.engine.planning_timeout import PlanningTimeout
@@ -31,6 +31,7 @@ from services.scheduler.engine.step_timeout import StepTimeout
 from services.scheduler.engine.submission import log_failures, submit_request
 from services.scheduler.record.recorder import Recorder
 from services.scheduler.workers.stream import ReceivedResult, WorkerStream
+from tokasaurus.scheduler.v1 import observe_pb2
 from tokasaurus.worker.v1 import worker_pb2
 
 log = structlog.get_logger(__name__)
@@ -324,7 +325,7 @@ class EngineLoop:
         """True if a worker is connected. A worker that does not respond is disconnected."""
         return self._stream is not None
 
-    def load(self) -> Load:
+    def load(self) -> observe_pb2.Load:
         core = self._core
         if bool(self._forecast) != core.state.attached:  # the worker has connected or disconnected
             self._forecast = forecast_pages(core.state)

@@ -2,8 +2,8 @@
 
 import structlog
 
-from services.scheduler.core.step.load import Load
 from services.scheduler.engine.statsd import Statsd
+from tokasaurus.scheduler.v1 import observe_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -59,7 +59,7 @@ class Stats:
         self._last_sent = now
         return self._statsd
 
-    def log(self, load: Load, now: float, step_s: float, plans_ahead: int) -> None:
+    def log(self, load: observe_pb2.Load, now: float, step_s: float, plans_ahead: int) -> None:
         """Log the load. ``step_s`` is the duration of a step, ``plans_ahead`` the limit of plans in flight."""
         counters, passed_s = load.counters, now - self._last_line
         counts = (counters.generated_tokens, counters.steps, counters.device_busy_ns, counters.device_idle_ns)

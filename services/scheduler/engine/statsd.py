@@ -1,13 +1,12 @@
 """Sends the load to a statsd server: gauges as values, counters as increments."""
 
-import dataclasses
 import socket
 from collections.abc import Iterator
 
 import structlog
 
 from services.common.errors import Unavailable
-from services.scheduler.core.step.load import Load
+from tokasaurus.scheduler.v1 import observe_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -41,7 +40,7 @@ class Statsd:
         self._sent: dict[str, int] = {}  # counters at the last report
         self._failed = False
 
-    def send(self, load: Load) -> None:
+    def send(self, load: observe_pb2.Load) -> None:
         """Send the load in one or a few datagrams."""
         lines = list(self._lines(load))
         try:
@@ -53,21 +52,26 @@ class Statsd:
             self._failed = True
         else:
             self._failed = False
-        self._sent = dataclasses.asdict(load.counters)
+        self._sent = _counts(load)
 
     def close(self) -> None:
         self._socket.close()
 
-    def _lines(self, load: Load) -> Iterator[str]:
+    def _lines(self, load: observe_pb2.Load) -> Iterator[str]:
         for name in _GAUGES:
             yield f"{self._prefix}.{name}:{getattr(load, name)}|g"
         yield f"{self._prefix}.kv_cache_usage:{load.in_use_pages / max(load.total_pages, 1):.4f}|g"
         yield f"{self._prefix}.step_ms:{load.step_ns * 1e-6:.3f}|g"
-        for steps, pages in load.forecast:
+        for steps, pages in zip(load.forecast.steps, load.forecast.pages, strict=True):
             yield f"{self._prefix}.forecast_pages.{steps}:{pages}|g"
-        for name, count in dataclasses.asdict(load.counters).items():
+        for name, count in _counts(load).items():
             if more := count - self._sent.get(name, 0):
                 yield f"{self._prefix}.{name}:{more}|c"
+
+
+def _counts(load: observe_pb2.Load) -> dict[str, int]:
+    """Return the counters by name, without those that are 0."""
+    return {field.name: count for field, count in load.counters.ListFields()}
 
 
 def _datagrams(lines: list[str]) -> Iterator[bytes]:
