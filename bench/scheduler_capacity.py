@@ -29,7 +29,6 @@ from services.common.rpc.channel import PLAIN
 from services.common.text.tokenizer import Tokenizer
 from services.launcher.readiness import grpc_ready
 from services.scheduler.api.encoding import encode_outputs
-from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
@@ -168,7 +167,7 @@ def stages(sequences: int, full: bool, steps: int = 200) -> dict[str, float]:
         with timed("deliver"):
             for _, delta in core.take_output():
                 tokens += len(delta.tokens)
-                encode_outputs(MergedDelta([delta])).SerializeToString()
+                encode_outputs(delta).SerializeToString()
 
     while core.state.pool.slots.running < sequences and done < (500 if full else 4000):
         turn()

@@ -9,7 +9,7 @@ from services.common.model.files import read_card
 from services.common.plan.types import WorkerLimits
 from services.common.text.tokenizer import Tokenizer
 from services.scheduler.api.encoding import encode_plan_event
-from services.scheduler.api.mailbox import MergedDelta
+from services.scheduler.api.mailbox import merged
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.validation import read_request
 from services.scheduler.core.counters import Counters
@@ -62,12 +62,12 @@ def test_deltas_that_pile_up_are_merged_by_handle():
     def delta(step, handles, tokens):
         return Delta(step, np.array(handles, np.uint32), np.array(tokens, np.uint32))
 
-    merged = MergedDelta([delta(1, [9, 2], [90, 20]), delta(2, [9, 2**32 - 1, 5], [91, 70, 50])])
-    assert merged.step == 2
-    assert merged.handles.tolist() == [2, 5, 9, 2**32 - 1]
-    assert merged.counts.tolist() == [1, 1, 2, 1]
-    assert merged.tokens.tolist() == [20, 50, 90, 91, 70]
-    nothing = MergedDelta([Delta(1), Delta(2)])
+    both = merged([delta(1, [9, 2], [90, 20]), delta(2, [9, 2**32 - 1, 5], [91, 70, 50])])
+    assert both.step == 2
+    assert both.handles.tolist() == [2, 5, 9, 2**32 - 1]
+    assert both.counts.tolist() == [1, 1, 2, 1]
+    assert both.tokens.tolist() == [20, 50, 90, 91, 70]
+    nothing = merged([Delta(1), Delta(2)])
     assert len(nothing.handles) == len(nothing.counts) == len(nothing.tokens) == 0
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from services.common.errors import Overloaded
-from services.scheduler.api.mailbox import Mailbox, MergedDelta
+from services.scheduler.api.mailbox import Mailbox
 from services.scheduler.core.output import Delta
 from services.scheduler.core.request import Finish, FinishReason, Request, SamplingSettings
 from services.scheduler.engine.events import Accepted, HeartbeatReply
@@ -35,10 +35,10 @@ async def test_a_reader_that_takes_everything_is_never_too_slow(joins):
         got = []
         while not got or not isinstance(got[-1], HeartbeatReply):
             got.append(await mailbox.get())
-        *acceptances, merged, _ = got
+        *acceptances, outputs, _ = got
         assert [len(each) if isinstance(each, list) else 1 for each in acceptances] == ([4] if joins else [1] * 4)
-        assert isinstance(merged, MergedDelta)
-        assert len(merged.tokens) == 60
+        assert isinstance(outputs, Delta)
+        assert len(outputs.tokens) == 60
     for _ in range(3):
         mailbox.put(delta(1, 300))
     with pytest.raises(Overloaded, match="too slowly"):

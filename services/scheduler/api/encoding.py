@@ -10,8 +10,8 @@ from services.common.packed import fill
 from services.common.plan.result import ScoredTokens
 from services.common.plan.top_logprobs import TopLogprobs
 from services.common.rpc.status import to_status
-from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.core.future.overview import Overview
+from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import NO_SLOTS
 from services.scheduler.core.request import Finish, FinishReason, Priority, Request
 from services.scheduler.engine.events import Accepted, HeartbeatReply, PlanEvent, Rejected
@@ -27,7 +27,7 @@ _PRIORITIES = {
 def encode_event(item: object) -> session_pb2.SessionResponse:
     """Encode any item of a session's mailbox."""
     match item:
-        case MergedDelta():
+        case Delta():
             return session_pb2.SessionResponse(outputs=encode_outputs(item))
         case Accepted():
             return session_pb2.SessionResponse(acceptance=_encode_acceptance(item))
@@ -52,7 +52,7 @@ def encode_accepted(request: Request) -> generate_pb2.Accepted:
     return generate_pb2.Accepted(request_id=request.request_id, prompt_tokens=request.prompt_tokens)
 
 
-def encode_outputs(delta: MergedDelta) -> session_pb2.StepOutputs:
+def encode_outputs(delta: Delta) -> session_pb2.StepOutputs:
     """Encode ``delta`` as parallel arrays of packed bytes."""
     message = session_pb2.StepOutputs(step=delta.step)
     fill(message, "handles", delta.handles)
@@ -69,7 +69,7 @@ def encode_outputs(delta: MergedDelta) -> session_pb2.StepOutputs:
     return message
 
 
-def encode_by_handle(delta: MergedDelta) -> tuple[session_pb2.StepOutputs, dict[int, Exception]]:
+def encode_by_handle(delta: Delta) -> tuple[session_pb2.StepOutputs, dict[int, Exception]]:
     """Encode ``delta`` handle by handle. Return the message, and the exception of each handle that cannot be encoded.
 
     If such a handle has finished, the message contains a finish with an error for it.
@@ -79,12 +79,21 @@ def encode_by_handle(delta: MergedDelta) -> tuple[session_pb2.StepOutputs, dict[
     finished = {finish.handle for finish in delta.finished}
     for handle in dict.fromkeys([*delta.handles.tolist(), *(handle for handle, _ in delta.scored), *finished]):
         with errors_to(partial(failures.__setitem__, handle)):
-            message.MergeFrom(encode_outputs(delta.of(handle)))
+            message.MergeFrom(encode_outputs(_of_handle(delta, handle)))
     for handle in finished & failures.keys():
         end = generate_pb2.Finish(error=to_status(Internal.logged()))
         end.reason = int(FinishReason.ERROR)  # type: ignore[assignment]  # the type requires an enum member, an int is accepted
         message.finished.add(handle=handle).finish.CopyFrom(end)
     return message, failures
+
+
+def _of_handle(delta: Delta, handle: int) -> Delta:
+    """Return the part of ``delta`` that belongs to ``handle``."""
+    mine = delta.handles == handle
+    part = delta.take(mine, mine if delta.counts is None else np.repeat(mine, delta.counts))
+    part.finished = [finish for finish in delta.finished if finish.handle == handle]
+    part.scored = [scored for scored in delta.scored if scored[0] == handle]
+    return part
 
 
 def fill_top(message: generate_pb2.Logprobs, top: TopLogprobs) -> None:

@@ -13,7 +13,6 @@ from services.common.rpc.interceptor import AnyContext
 from services.common.text.detokenizer import Detokenizer
 from services.scheduler.api.encoding import encode_accepted, encode_finish, encode_scored, fill_top
 from services.scheduler.api.hub import Hub
-from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.pending_grammars import check_before_deadline
 from services.scheduler.api.prompt import is_text, read_prompt
@@ -75,7 +74,7 @@ class GenerateCall:
                     self._texts[0].push([token])
         if finish is not None:
             yield generate_pb2.GenerateResponse(accepted=encode_accepted(request))
-            yield generate_pb2.GenerateResponse(outputs=self._outputs(MergedDelta([Delta(0, finished=[finish])])))
+            yield generate_pb2.GenerateResponse(outputs=self._outputs(Delta(0, finished=[finish])))
             return
         self._spending.reserve(request.prompt_tokens, request.n, request.max_tokens)
         request.traceparent = request.traceparent or _traceparent(context)
@@ -95,7 +94,7 @@ class GenerateCall:
                         raise error
                     case Accepted():
                         yield generate_pb2.GenerateResponse(accepted=encode_accepted(request))
-                    case MergedDelta():
+                    case Delta():
                         unfinished -= len(item.finished)
                         self._traces.finished(item.finished)
                         self._spending.finished(item.finished, unfinished)
@@ -105,11 +104,11 @@ class GenerateCall:
             self._spending.close(request.resumed_tokens + mailbox.tokens)
             self._traces.close()
 
-    def _response(self, delta: MergedDelta, request_id: str) -> generate_pb2.GenerateResponse:
+    def _response(self, delta: Delta, request_id: str) -> generate_pb2.GenerateResponse:
         with errors_as_internal(log, "an output could not be encoded", request_id=request_id):
             return generate_pb2.GenerateResponse(outputs=self._outputs(delta))
 
-    def _outputs(self, delta: MergedDelta) -> generate_pb2.SampleOutputs:
+    def _outputs(self, delta: Delta) -> generate_pb2.SampleOutputs:
         finished = {finish.handle: finish for finish in delta.finished}
         counts = np.ones(len(delta.handles), np.int64) if delta.counts is None else delta.counts
         ends = np.cumsum(counts)
@@ -124,7 +123,7 @@ class GenerateCall:
         return message
 
     def _add(
-        self, sample: generate_pb2.SampleOutput, delta: MergedDelta, index: int, rows: slice, finish: Finish | None
+        self, sample: generate_pb2.SampleOutput, delta: Delta, index: int, rows: slice, finish: Finish | None
     ) -> None:
         sample.sample_index = index
         tokens = delta.tokens[rows]
@@ -147,7 +146,7 @@ class GenerateCall:
         return (text.push(tokens) if tokens else "") + text.finish(trailing)
 
 
-def _add_logprobs(message: generate_pb2.Logprobs, delta: MergedDelta, rows: slice) -> None:
+def _add_logprobs(message: generate_pb2.Logprobs, delta: Delta, rows: slice) -> None:
     fill(message, "chosen", delta.logprobs[rows])
     if delta.top is not None:
         fill_top(message, delta.top[rows])

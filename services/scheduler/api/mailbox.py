@@ -3,7 +3,6 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from copy import copy
 from typing import Any
 
 import numpy as np
@@ -20,45 +19,25 @@ _MOST_ACCEPTANCES = 256  # in one message
 _MESSAGE_BYTES = 1024 * 1024  # limit of merging (a client's default receive limit is 4 MiB)
 
 
-class MergedDelta:
-    """Deltas of one sink, merged: tokens grouped by handle, in order for each handle.
-
-    The arrays are those of ``Delta``, and ``counts``: the tokens of each handle, or None if each has one token.
-    """
-
-    def __init__(self, deltas: list[Delta]) -> None:
-        self.step = deltas[-1].step
-        self.finished = [finish for delta in deltas for finish in delta.finished]
-        self.scored = [scored for delta in deltas for scored in delta.scored]
-        if len(deltas) == 1:
-            delta = deltas[0]
-            self.handles, self.counts, self.tokens = delta.handles, None, delta.tokens
-            self.logprobs, self.top = delta.logprobs, delta.top
-            return
-        of_token = np.concatenate([delta.handles for delta in deltas])
-        order = np.argsort(of_token, kind="stable")
-        starts = np.flatnonzero(np.diff(of_token[order], prepend=-1))
-        self.handles = of_token[order[starts]]
-        self.counts = np.diff(starts, append=len(order))
-        self.tokens = np.concatenate([delta.tokens for delta in deltas])[order]
-        self.logprobs = _join_logprobs(deltas)
-        if len(self.logprobs):
-            self.logprobs = self.logprobs[order]
-        top = TopLogprobs.join([delta.top for delta in deltas], [len(delta.tokens) for delta in deltas])
-        self.top = None if top is None else top[order]
-
-    def of(self, handle: int) -> "MergedDelta":
-        """Return the part of ``handle``."""
-        part, mine = copy(self), self.handles == handle
-        rows = np.flatnonzero(mine if self.counts is None else np.repeat(mine, self.counts))
-        part.handles, part.tokens = self.handles[mine], self.tokens[rows]
-        if self.counts is not None:
-            part.counts = self.counts[mine]
-        part.logprobs = self.logprobs[rows] if len(self.logprobs) else NO_FLOATS
-        part.top = None if self.top is None else self.top[rows]
-        part.finished = [finish for finish in self.finished if finish.handle == handle]
-        part.scored = [scored for scored in self.scored if scored[0] == handle]
-        return part
+def merged(deltas: list[Delta]) -> Delta:
+    """Return the output of ``deltas``, which are of one sink and in order, as one delta."""
+    if len(deltas) == 1:
+        return deltas[0]
+    of_token = np.concatenate([delta.handles for delta in deltas])
+    order = np.argsort(of_token, kind="stable")
+    starts = np.flatnonzero(np.diff(of_token[order], prepend=-1))
+    logprobs = _join_logprobs(deltas)
+    top = TopLogprobs.join([delta.top for delta in deltas], [len(delta.tokens) for delta in deltas])
+    return Delta(
+        deltas[-1].step,
+        of_token[order[starts]],
+        np.concatenate([delta.tokens for delta in deltas])[order],
+        logprobs[order] if len(logprobs) else logprobs,
+        None if top is None else top[order],
+        np.diff(starts, append=len(order)),
+        finished=[finish for delta in deltas for finish in delta.finished],
+        scored=[scored for delta in deltas for scored in delta.scored],
+    )
 
 
 class Mailbox:
@@ -106,7 +85,7 @@ class Mailbox:
     async def get(self) -> Any:
         """Return the next item. Raises ``Overloaded`` if the reader was too slow.
 
-        Consecutive deltas are merged into a ``MergedDelta``. With ``joins_acceptances``, consecutive acceptances are
+        Consecutive deltas are merged. With ``joins_acceptances``, consecutive acceptances are
         returned as a list.
         """
         while True:
@@ -137,7 +116,7 @@ class Mailbox:
             while self._items and isinstance(self._items[0], Delta) and taken < _MESSAGE_BYTES:
                 deltas.append(self._items.popleft())
                 taken += _size(deltas[-1])
-            item = MergedDelta(deltas)
+            item = merged(deltas)
         elif isinstance(item, Accepted) and self.joins_acceptances:
             accepted = [item]
             while self._items and isinstance(self._items[0], Accepted) and len(accepted) < _MOST_ACCEPTANCES:

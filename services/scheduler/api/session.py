@@ -11,7 +11,6 @@ from services.common.errors import FailedPrecondition, InvalidRequest, TokaError
 from services.common.process.time_slice import TimeSlice
 from services.scheduler.api.encoding import encode_by_handle, encode_event
 from services.scheduler.api.hub import Hub
-from services.scheduler.api.mailbox import MergedDelta
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.pending_grammars import PendingGrammars
 from services.scheduler.api.prompt import read_prompt
@@ -93,7 +92,7 @@ class SessionStream:
         try:
             return encode_event(item)
         except Exception:
-            if not isinstance(item, MergedDelta):
+            if not isinstance(item, Delta):
                 raise
         outputs, failures = encode_by_handle(item)
         for handle, error in failures.items():
@@ -114,7 +113,7 @@ class SessionStream:
             case Rejected(handle=handle, error=error):
                 self._undecided -= 1
                 self._traces.rejected(handle, error)
-            case MergedDelta():
+            case Delta():
                 self._live -= len(item.finished)
                 self._traces.finished(item.finished)
         self._close_if_done()

@@ -13,15 +13,26 @@ from services.scheduler.core.request import Finish
 
 @dataclass(eq=False)
 class Delta:
-    """The output of one step for one sink: one token for each handle, and the samples that finished after it."""
+    """The output of one step, or of several, for one sink: tokens of samples, and the samples that finished after them.
+
+    ``tokens`` are grouped by handle: ``counts[i]`` tokens of ``handles[i]``, in order.
+    """
 
     step: int
-    handles: np.ndarray = field(default_factory=lambda: NO_TOKENS)  # uint32 [samples with a new token]
-    tokens: np.ndarray = field(default_factory=lambda: NO_TOKENS)  # uint32, beside handles
-    logprobs: np.ndarray = field(default_factory=lambda: NO_FLOATS)  # float32, beside handles; empty if not wanted
-    top: TopLogprobs | None = None  # beside handles; None if not wanted
+    handles: np.ndarray = field(default_factory=lambda: NO_TOKENS)  # uint32 [samples with new tokens]
+    tokens: np.ndarray = field(default_factory=lambda: NO_TOKENS)  # uint32 [tokens]
+    logprobs: np.ndarray = field(default_factory=lambda: NO_FLOATS)  # float32, beside tokens; empty if not wanted
+    top: TopLogprobs | None = None  # beside tokens; None if not wanted
+    counts: np.ndarray | None = None  # beside handles; None = each has one token
     finished: list[Finish] = field(default_factory=list)
     scored: list[tuple[int, ScoredTokens]] = field(default_factory=list)  # (handle, prompt tokens); precedes the tokens
+
+    def take(self, samples: np.ndarray, rows: np.ndarray) -> "Delta":
+        """Return the entries ``samples`` of ``handles`` with their tokens, ``rows``, without ends and prompt tokens."""
+        logprobs = self.logprobs[rows] if len(self.logprobs) else NO_FLOATS
+        top = None if self.top is None else self.top[rows]
+        counts = None if self.counts is None else self.counts[samples]
+        return Delta(self.step, self.handles[samples], self.tokens[rows], logprobs, top, counts)
 
 
 class Outbox:
@@ -44,12 +55,13 @@ class Outbox:
         """Add the tokens of one step. ``sinks`` and ``handles`` have one entry for each of ``result.slots``."""
         if len(sinks) == 0:
             return
+        delta = Delta(result.step, handles, result.tokens.astype(np.uint32), result.logprobs, result.top)
         if (sinks == sinks[0]).all():
-            self._add(int(sinks[0]), result, handles, None)
+            self._add(int(sinks[0]), delta)
             return
         order = np.argsort(sinks, kind="stable")
         for rows in np.split(order, np.flatnonzero(np.diff(sinks[order])) + 1):
-            self._add(int(sinks[rows[0]]), result, handles, rows)
+            self._add(int(sinks[rows[0]]), delta.take(rows, rows))
 
     def take(self, step: int) -> list[tuple[int, Delta]]:
         """Return the output since the last call as (sink, delta). ``step`` is the number of deltas without tokens."""
@@ -67,12 +79,7 @@ class Outbox:
             self._finished, self._scored = defaultdict(list), defaultdict(list)
         return deltas
 
-    def _add(self, sink: int, result: StepResult, handles: np.ndarray, rows: np.ndarray | None) -> None:
-        delta = Delta(result.step, handles, result.tokens.astype(np.uint32), result.logprobs, result.top)
-        if rows is not None:
-            delta.handles, delta.tokens = handles[rows], delta.tokens[rows]
-            delta.logprobs = delta.logprobs[rows] if len(delta.logprobs) else NO_FLOATS
-            delta.top = None if delta.top is None else delta.top[rows]
+    def _add(self, sink: int, delta: Delta) -> None:
         if len(delta.logprobs) and np.isnan(delta.logprobs).all():
             delta.logprobs = NO_FLOATS
         if delta.top is not None and not delta.top.counts.any():
