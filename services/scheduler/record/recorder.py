@@ -16,7 +16,7 @@ from google.protobuf.proto import serialize_length_prefixed
 from services.common.boundaries import errors_to
 from services.common.errors import InvalidRequest
 from services.common.host.private_files import warn_if_shared
-from services.scheduler.record.message_sizes import plan_size, result_size
+from services.scheduler.record.message_sizes import message_size
 from tokasaurus.worker.v1 import plan_pb2, record_pb2, worker_pb2
 
 log = structlog.get_logger(__name__)
@@ -101,7 +101,7 @@ class Recorder:
         ids_bytes = sum(map(len, admitted_ids)) + sum(map(len, released_ids))
         self._put(
             "plan",
-            plan_size(message) + ids_bytes,
+            message_size(message) + ids_bytes,
             plan=message,
             sent_ns=time.time_ns(),
             admitted_ids=admitted_ids,
@@ -110,7 +110,7 @@ class Recorder:
 
     def result(self, message: plan_pb2.StepResult) -> None:
         """Record the result of the oldest plan in flight."""
-        self._put("result", result_size(message), result=message, received_ns=time.time_ns())
+        self._put("result", message_size(message), result=message, received_ns=time.time_ns())
 
     def disconnected(self, reason: str) -> None:
         """End the file, because the worker was lost for ``reason``."""

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from services.common.errors import InvalidRequest
 from services.common.packed import fill
-from services.scheduler.record.message_sizes import plan_size, result_size
+from services.scheduler.record.message_sizes import message_size
 from services.scheduler.record.reader import OPEN, TORN, Recording, RecordingError, find_recordings
 from services.scheduler.record.recorder import Recorder
 from tests.fakes.model import FakeModel
@@ -177,8 +177,8 @@ def filled(message: Message) -> Message:
 
 def test_every_array_counts_for_what_waits():
     plan, result = filled(plan_pb2.StepPlan()), filled(plan_pb2.StepResult())
-    assert 4 * 1000 * 15 < plan.ByteSize() <= plan_size(plan) < plan.ByteSize() + 4096
-    assert 4 * 1000 * 6 < result.ByteSize() <= result_size(result) < result.ByteSize() + 4096
+    assert 4 * 1000 * 15 < plan.ByteSize() <= message_size(plan) < plan.ByteSize() + 4096
+    assert 4 * 1000 * 6 < result.ByteSize() <= message_size(result) < result.ByteSize() + 4096
 
 
 def test_a_disk_that_is_full_ends_the_recording_and_nothing_else(tmp_path):
