@@ -21,10 +21,8 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.events import Events, HeartbeatReply, PlanEvent, Rejected
 from services.scheduler.engine.inbox import Call, Inbox
 from services.scheduler.engine.load import read_load
-from services.scheduler.engine.loop_stages import LoopStages
 from services.scheduler.engine.pace import Pace
 from services.scheduler.engine.planning_timeout import PlanningTimeout
-from services.scheduler.engine.readiness import Readiness
 from services.scheduler.engine.stats import Stats
 from services.scheduler.engine.statsd import Statsd
 from services.scheduler.engine.step_timeout import StepTimeout
@@ -74,11 +72,14 @@ class EngineLoop:
         self._stream: WorkerStream | None = None
         self._events: Events = []
         self._stopping = False
-        self._readiness = Readiness()
+        self._draining = False  # new requests are refused
+        # Reasons while no worker is connected: for the end of the last connection, and for the lack of a new one.
+        self._lost, self._missing = "its worker does not answer yet", ""
         self._step_timeout = StepTimeout(step_deadline_s)
         self._planning_timeout = PlanningTimeout(step_deadline_s)
         self._stats = Stats(stats_report_seconds, time.monotonic(), statsd)
-        self._stages = LoopStages(core.state.queue.counters)
+        self._counters = core.state.queue.counters
+        self._lap_began_ns = time.perf_counter_ns()
         self._forecast: PageForecast = ()
         self._pace = Pace()
         self._ahead = (1, 1)  # least and most plans in flight
@@ -135,11 +136,11 @@ class EngineLoop:
         self.post(lambda: self._detach(stream, reason, stopping=stopping))
 
     def worker_missing(self, reason: str) -> None:
-        self.post(lambda: self._readiness.miss(reason))
+        self.post(lambda: self._miss(reason))
 
     def drain(self) -> None:
         """Refuse new requests with ``DRAINING`` from now on. Accepted requests continue."""
-        self.post(self._readiness.drain)
+        self.post(self._drain)
 
     def limits_of(self, info: worker_pb2.WorkerInfo) -> WorkerLimits:
         """Return the worker's limits. The context is the smaller one of the model and the worker."""
@@ -154,13 +155,20 @@ class EngineLoop:
                 self._stats.changed |= self._inbox.run_once(self._until_due(), lambda: self._worker_waits)
                 self._core.end_overdue(time.monotonic_ns() // 1_000_000)
                 self._abandon_overdue_worker()
-                self._stages.taken(self._inbox.take_waited_ns())
+                waited_ns = self._inbox.take_waited_ns()
+                self._counters.loop_wait_ns += waited_ns
+                self._counters.loop_take_ns += self._lap_ns() - waited_ns
                 self._send_plans()
                 self._planning_timeout.check(self._core, time.monotonic(), connected=self.connected)
                 self._report()
-                self._stages.reported()
+                self._counters.loop_report_ns += self._lap_ns()
                 self._deliver_events()
-                self._stages.delivered()
+                self._counters.loop_deliver_ns += self._lap_ns()
+
+    def _lap_ns(self) -> int:
+        """Return the time since the last call."""
+        began_ns, self._lap_began_ns = self._lap_began_ns, time.perf_counter_ns()
+        return self._lap_began_ns - began_ns
 
     def _fail(self, error: BaseException) -> None:
         log.error("the step loop failed", exc_info=error)
@@ -204,11 +212,11 @@ class EngineLoop:
                 return
             light = pace.is_starving(begun, state.queue.steps_ahead)
             plan = core.plan(time.monotonic_ns(), light=light)
-            self._stages.planned()
+            self._counters.loop_plan_ns += self._lap_ns()
             if plan is None:
                 return
             self._send(self._stream, plan)
-            self._stages.sent()
+            self._counters.loop_send_ns += self._lap_ns()
             now = time.monotonic()
             pace.sent(now, now - begun, full=waiting and not plan.postponed, tokens=plan.tokens)
 
@@ -265,7 +273,6 @@ class EngineLoop:
         core.attach(self.limits_of(stream.info))
         self._pace.begin((stages - 1) / policy.micro_batches)
         self._stream = stream
-        self._readiness.connect()
         if self._recorder is not None:
             self._recorder.connected(stream.info, stream.plans_in_flight)
 
@@ -274,11 +281,11 @@ class EngineLoop:
         if stream is not self._stream:
             return
         self._stream = None
-        self._readiness.lose(reason)
+        self._lost, self._missing = reason, ""
         self._core.detach()
         if self._recorder is not None:
             self._recorder.disconnected(reason)
-        self._core.state.queue.counters.worker_restarts += 1
+        self._counters.worker_restarts += 1
         facts = {"waiting": len(self._core.state.queue.waiting), "suspects": self._core.quarantine.suspects}
         (log.info if stopping else log.warning)("worker lost", reason=reason, **facts)
 
@@ -302,10 +309,10 @@ class EngineLoop:
             )
 
     def _submit(self, request: Request) -> None:
-        self._events.append((request.sink, submit_request(self._core, request, draining=self._readiness.draining)))
+        self._events.append((request.sink, submit_request(self._core, request, draining=self._draining)))
 
     def _reject(self, sink: int, handle: int, error: TokaError) -> None:
-        self._core.state.queue.counters.requests_rejected += 1
+        self._counters.requests_rejected += 1
         self._events.append((sink, Rejected(handle, error)))
 
     # -- state for other components
@@ -313,8 +320,11 @@ class EngineLoop:
     @property
     def not_ready_reason(self) -> str:
         """The reason, or an empty string if it is ready. Use this and the following on the loop's thread."""
-        unreliable_reason = self._core.quarantine.unreliable_reason
-        return self._readiness.not_ready_reason or unreliable_reason or self._planning_timeout.reason
+        if self._draining:
+            return "draining"
+        if self._stream is None:
+            return f"{self._lost}; now: {self._missing}" if self._missing else self._lost
+        return self._core.quarantine.unreliable_reason or self._planning_timeout.reason
 
     @property
     def ready(self) -> bool:
@@ -353,6 +363,14 @@ class EngineLoop:
             self._stats.log(self.load(), now, self._core.step_s, self._core.state.queue.steps_ahead)
         if (statsd := self._stats.due_statsd(now)) is not None:
             statsd.send(self.load())
+
+    def _miss(self, reason: str) -> None:
+        """Note why the link cannot connect."""
+        if reason != self._lost:
+            self._missing = reason
+
+    def _drain(self) -> None:
+        self._draining = True
 
     def _stop(self) -> None:
         self._stopping = True
