@@ -16,40 +16,24 @@ def check_admission(admission: Admission, field: str, limits: WorkerLimits) -> N
     """Raise ``BrokenPlan`` for the first breach. ``field`` is the path of the admission."""
     slot, tokens, pages, cached = admission.slot, admission.token_ids, admission.pages, admission.cached_tokens
     if slot >= limits.max_slots:
-        raise BrokenPlan(f"{field}: slot {slot} of max_slots={limits.max_slots}", field=f"{field}.slot", slot=slot)
+        raise BrokenPlan.part(field, "slot", f"slot {slot} of max_slots={limits.max_slots}", slot)
     if not 0 < len(tokens) <= limits.max_context_tokens:
-        raise BrokenPlan(
-            f"{field}: {len(tokens)} tokens, expected 1 to max_context_tokens={limits.max_context_tokens}",
-            field=f"{field}.token_ids",
-            slot=slot,
-        )
+        message = f"{len(tokens)} tokens, expected 1 to max_context_tokens={limits.max_context_tokens}"
+        raise BrokenPlan.part(field, "token_ids", message, slot)
     check_tokens(tokens, f"{field}.token_ids", limits, slot)
     if cached >= len(tokens):
-        raise BrokenPlan(
-            f"{field}: cached_tokens={cached} must be less than the {len(tokens)} tokens known",
-            field=f"{field}.cached_tokens",
-            slot=slot,
-        )
+        message = f"cached_tokens={cached} must be less than the {len(tokens)} tokens known"
+        raise BrokenPlan.part(field, "cached_tokens", message, slot)
     if admission.prompt_tokens > len(tokens):
-        raise BrokenPlan(
-            f"{field}: prompt_tokens={admission.prompt_tokens}: expected at most the {len(tokens)} tokens known",
-            field=f"{field}.prompt_tokens",
-            slot=slot,
-        )
+        message = f"prompt_tokens={admission.prompt_tokens}: expected at most the {len(tokens)} tokens known"
+        raise BrokenPlan.part(field, "prompt_tokens", message, slot)
     check_pages(pages, f"{field}.pages", limits, slot)
-    if len(pages) > limits.max_pages_per_slot:
-        raise BrokenPlan(
-            f"{field}: {len(pages)} pages, at most {limits.max_pages_per_slot} hold"
-            f" max_context_tokens={limits.max_context_tokens}",
-            field=f"{field}.pages",
-            slot=slot,
-        )
+    if len(pages) > (most := limits.max_pages_per_slot):
+        message = f"{len(pages)} pages, at most {most} hold max_context_tokens={limits.max_context_tokens}"
+        raise BrokenPlan.part(field, "pages", message, slot)
     if cached > len(pages) * limits.page_size:
-        raise BrokenPlan(
-            f"{field}: cached_tokens={cached} do not fit into {len(pages)} pages of {limits.page_size} tokens",
-            field=f"{field}.pages",
-            slot=slot,
-        )
+        message = f"cached_tokens={cached} do not fit into {len(pages)} pages of {limits.page_size} tokens"
+        raise BrokenPlan.part(field, "pages", message, slot)
     _check_sampling(admission, f"{field}.sampling", limits)
 
 
@@ -57,14 +41,11 @@ def _check_sampling(admission: Admission, field: str, limits: WorkerLimits) -> N
     settings, slot, most = admission.sampling, admission.slot, limits.most_top_logprobs
     for name, value in (("top_logprobs", settings.top_logprobs), ("prompt_logprobs", settings.prompt_logprobs or 0)):
         if value > most:
-            raise BrokenPlan(f"{field}.{name}={value}: expected at most {most}", field=f"{field}.{name}", slot=slot)
+            raise BrokenPlan.part(field, name, f"{name}={value}: expected at most {most}", slot)
     start, length = settings.prompt_logprobs_start, admission.prompt_length
     if settings.prompt_logprobs is not None and start >= length:
-        raise BrokenPlan(
-            f"{field}.prompt_logprobs_start={start}: expected less than the {length} tokens of the prompt",
-            field=f"{field}.prompt_logprobs_start",
-            slot=slot,
-        )
+        message = f"prompt_logprobs_start={start}: expected less than the {length} tokens of the prompt"
+        raise BrokenPlan.part(field, "prompt_logprobs_start", message, slot)
     if settings.parameters is None:
         raise BrokenPlan(f"{field}.parameters is not set", field=f"{field}.parameters", slot=slot)
     needs = (
@@ -75,18 +56,15 @@ def _check_sampling(admission: Admission, field: str, limits: WorkerLimits) -> N
     )
     for name, capability, asked in needs:
         if asked and not getattr(limits, capability):
-            raise BrokenPlan(
-                f"{field}.{name}, but this worker's WorkerInfo.{capability} is false: leave it empty",
-                field=f"{field}.{name}",
-                slot=slot,
-            )
+            message = f"{name}, but this worker's WorkerInfo.{capability} is false: leave it empty"
+            raise BrokenPlan.part(field, name, message, slot)
     _check_parameters(settings.parameters, f"{field}.parameters", slot, limits)
 
 
 def _check_parameters(parameters: "Sampling", field: str, slot: int, limits: WorkerLimits) -> None:
     if found := out_of_range(parameters):
         name, message = found
-        raise BrokenPlan(f"{field}: {message}", field=f"{field}.{name}", slot=slot)
+        raise BrokenPlan.part(field, name, message, slot)
     if parameters.HasField("thinking"):
         thinking = parameters.thinking
         ends = np.array([thinking.end_token_id, thinking.begin_token_id])
@@ -97,13 +75,7 @@ def _check_parameters(parameters: "Sampling", field: str, slot: int, limits: Wor
     tokens = np.array(parameters.logit_bias_token_ids, np.uint32)
     values = np.array(parameters.logit_bias_values, np.float32)
     if len(tokens) != len(values):
-        raise BrokenPlan(
-            f"{field}: {len(tokens)} logit_bias_token_ids and {len(values)} logit_bias_values: they are parallel",
-            field=f"{field}.logit_bias_values",
-            slot=slot,
-        )
+        raise BrokenPlan.parallel(field, slot, logit_bias_token_ids=len(tokens), logit_bias_values=len(values))
     check_tokens(tokens, f"{field}.logit_bias_token_ids", limits, slot)
     if not np.isfinite(values).all():
-        raise BrokenPlan(
-            f"{field}.logit_bias_values holds a value that is not finite", field=f"{field}.logit_bias_values", slot=slot
-        )
+        raise BrokenPlan.part(field, "logit_bias_values", "logit_bias_values holds a value that is not finite", slot)

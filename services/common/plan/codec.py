@@ -1,5 +1,6 @@
 """Plans and results as messages of ``tokasaurus.worker.v1``."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,21 +17,8 @@ _FORBIDDEN = plan_pb2.FAILURE_CAUSE_FORBIDDEN_TOKENS
 
 def decode_limits(info: worker_pb2.WorkerInfo) -> WorkerLimits:
     """Return what plans for the worker must fit."""
-    return WorkerLimits(
-        page_size=info.page_size,
-        page_count=info.page_count,
-        max_slots=info.max_slots,
-        max_tokens_per_step=info.max_tokens_per_step,
-        max_context_tokens=info.max_context_tokens,
-        vocab_size=info.vocab_size,
-        max_top_logprobs=info.max_top_logprobs,
-        hydragen=info.hydragen,
-        max_micro_batches=max(1, info.max_micro_batches),
-        grammars=info.grammars,
-        prompt_logprobs=info.prompt_logprobs,
-        processed_logprobs=info.processed_logprobs,
-        thinking_budgets=info.thinking_budgets,
-    )
+    limits = {field.name: getattr(info, field.name) for field in dataclasses.fields(WorkerLimits)}
+    return WorkerLimits(**limits | {"max_micro_batches": max(1, info.max_micro_batches)})
 
 
 def encode_plan(plan: Plan) -> plan_pb2.StepPlan:

@@ -18,7 +18,9 @@ def check_groups(
     leave it.
     """
     groups, batch = now.groups, now.batch
-    _check_parallel(groups)
+    starts, counts, pages = len(groups.starts), len(groups.counts), len(groups.prefix_pages)
+    if not starts == counts == pages:
+        raise BrokenPlan.parallel(_FIELD, starts=starts, counts=counts, prefix_pages=pages)
     if not len(groups):
         return
     _check_ranges(groups, len(batch.slots))
@@ -45,14 +47,6 @@ def check_groups(
             raise BrokenPlan(
                 f"the rows of the group at row {start} differ in their first {shared} pages", field=f"{_FIELD}.starts"
             )
-
-
-def _check_parallel(groups: Groups) -> None:
-    starts, counts, pages = groups.starts, groups.counts, groups.prefix_pages
-    if not len(starts) == len(counts) == len(pages):
-        raise BrokenPlan(
-            f"{len(starts)} starts, {len(counts)} counts and {len(pages)} prefix_pages: they are parallel", field=_FIELD
-        )
 
 
 def _check_ranges(groups: Groups, rows: int) -> None:

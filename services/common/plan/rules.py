@@ -85,10 +85,8 @@ def _change(plan: Plan, slots: SlotState, limits: WorkerLimits) -> _After:
         pages[slot] = len(admission.pages)
 
     if len(plan.append_slots) != len(plan.append_pages):
-        raise BrokenPlan(
-            f"{len(plan.append_slots)} append_slots and {len(plan.append_pages)} append_pages: they are parallel",
-            field="plan.append_pages",
-        )
+        lengths = {"append_slots": len(plan.append_slots), "append_pages": len(plan.append_pages)}
+        raise BrokenPlan.parallel("plan", **lengths)
     _check_slots(plan.append_slots, used, "append_slots", limits)
     check_pages(plan.append_pages, "plan.append_pages", limits)
     np.add.at(pages, plan.append_slots, 1)
@@ -108,10 +106,7 @@ def _check_copies(plan: Plan, limits: WorkerLimits) -> None:
     if not (sources.size or targets.size):
         return
     if len(sources) != len(targets):
-        raise BrokenPlan(
-            f"{len(sources)} copy_source_pages and {len(targets)} copy_target_pages: they are parallel",
-            field="plan.copy_target_pages",
-        )
+        raise BrokenPlan.parallel("plan", copy_source_pages=len(sources), copy_target_pages=len(targets))
     check_pages(sources, "plan.copy_source_pages", limits)
     check_pages(targets, "plan.copy_target_pages", limits)
     if has_repeats(targets):
@@ -125,9 +120,7 @@ def _check_new_batch(plan: Plan, limits: WorkerLimits) -> None:
     assert plan.batch is not None
     rows, counts = plan.batch.slots, plan.batch.token_counts
     if len(counts) != len(rows):
-        raise BrokenPlan(
-            f"{len(rows)} slots and {len(counts)} token_counts: they are parallel", field="plan.batch.token_counts"
-        )
+        raise BrokenPlan.parallel("plan.batch", slots=len(rows), token_counts=len(counts))
     if has_repeats(rows):
         raise BrokenPlan("batch.slots names a slot twice", field="plan.batch.slots")
     if counts.size and counts.min() < 1:

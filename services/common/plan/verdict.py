@@ -13,6 +13,19 @@ class BrokenPlan(InvalidRequest):
         super().__init__(message, field=field)
         self.slot = slot
 
+    @classmethod
+    def part(cls, field: str, name: str, message: str, slot: int | None = None) -> "BrokenPlan":
+        """Return the breach by the part ``name`` of ``field``. The message begins with ``field``."""
+        return cls(f"{field}: {message}", field=f"{field}.{name}", slot=slot)
+
+    @classmethod
+    def parallel(cls, field: str, slot: int | None = None, **lengths: int) -> "BrokenPlan":
+        """Return the breach by arrays of ``field`` that are of different ``lengths``, by their names."""
+        *first, last = lengths
+        arrays = ", ".join(f"{lengths[name]} {name}" for name in first)
+        text = f"{field}: {arrays} and {lengths[last]} {last}: they are parallel"
+        return cls(text, field=f"{field}.{last}", slot=slot)
+
 
 class StalePlan(FailedPrecondition):
     """The scheduler and the worker disagree about the state. ``slot`` as of ``BrokenPlan``."""
