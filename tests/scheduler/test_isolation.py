@@ -6,7 +6,6 @@ from google.rpc import code_pb2
 
 from services.common.errors import Internal
 from services.scheduler.api import encoding, generate, validation
-from services.scheduler.api import session as session_module
 from services.scheduler.api.mailbox import Mailbox
 from services.scheduler.api.pending_grammars import PendingGrammars
 from services.scheduler.core.life.intake import Intake
@@ -48,7 +47,7 @@ def break_at(monkeypatch):
 @pytest.mark.parametrize(
     ("owner", "name", "concerns"),
     [
-        (session_module, "read_request", lambda message, *_, **__: message.request_id == f"r{BAD}"),
+        (validation, "read_request", lambda message, *_, **__: message.request_id == f"r{BAD}"),
         (validation, "out_of_range", lambda parameters: parameters.seed == BAD),
         (Intake, "_resolve", lambda self, request: request.handle == BAD),
         (PendingGrammars, "check_handles", lambda self, request: request.handle == BAD),

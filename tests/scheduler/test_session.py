@@ -199,7 +199,7 @@ async def test_a_request_that_cannot_be_read_for_our_own_fault_does_not_end_the_
         raise RuntimeError("boom")
 
     async with session(service) as client:
-        monkeypatch.setattr("services.scheduler.api.session.read_prompt", broken)
+        monkeypatch.setattr("services.scheduler.api.validation.read_prompt", broken)
         await client.submit(0, **request())
         await client.decided(0)
         assert client.rejected[0].code == grpc.StatusCode.INTERNAL.value[0]

@@ -15,16 +15,16 @@ from services.scheduler.api.encoding import encode_accepted, encode_finish, enco
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.pending_grammars import check_before_deadline
-from services.scheduler.api.prompt import is_text, read_prompt
+from services.scheduler.api.prompt import is_text
 from services.scheduler.api.resume import finish_of
 from services.scheduler.api.spending import Spending
 from services.scheduler.api.traces import Traces
-from services.scheduler.api.validation import read_request
+from services.scheduler.api.validation import read_message
 from services.scheduler.core.output import Delta
 from services.scheduler.core.request import Finish
 from services.scheduler.engine.events import Accepted, Rejected
 from services.scheduler.grammar.checker import GrammarChecker
-from services.scheduler.grammar.message import cache_long_text, name_of
+from services.scheduler.grammar.message import name_of
 from tokasaurus.scheduler.v1 import generate_pb2
 
 log = structlog.get_logger(__name__)
@@ -49,11 +49,7 @@ class GenerateCall:
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
         """Yield the acceptance, then outputs until every sample has finished. Raises the error of a refused request."""
         model = self._model
-        model.check_name(message.model)
-        model.shape  # noqa: B018 (raises Unavailable first)
-        tokens = await read_prompt(message, model)
-        await cache_long_text(message.sampling)
-        request = read_request(message, tokens, model, sink=0, handle=0)
+        request = await read_message(message, model)
         request.deadline_ms = _earlier(request.deadline_ms, context.time_remaining())
         if request.sampling.grammar:
             await check_before_deadline(self._grammar_checker, request, name_of(message.sampling.grammar))
@@ -68,7 +64,7 @@ class GenerateCall:
                 vocabulary = vocabulary.with_specials
             self._texts = {index: Detokenizer(vocabulary, message.stopping.strings) for index in range(request.n)}
             if request.resumed_tokens:  # sent before, but text withheld then may be sent now
-                generated = tokens[request.prompt_tokens :].tolist()
+                generated = request.tokens[request.prompt_tokens :].tolist()
                 at_stop_token = finish is not None and finish.stop_token_id is not None
                 for token in generated[:-1] if at_stop_token and not self._include_stop else generated:
                     self._texts[0].push([token])

@@ -35,11 +35,11 @@ class SendTimeout:
         write = _Write(self, context)
         try:
             async for response in responses:
-                write.begin()
+                write.writing, write.checks = True, 0
                 yield response
-                write.end()
+                write.writing = False
         finally:
-            write.close()
+            write.timer.cancel()
             await responses.aclose()
 
 
@@ -48,28 +48,15 @@ class _Write:
 
     def __init__(self, send_timeout: SendTimeout, context: AnyContext) -> None:
         self._send_timeout, self._context = send_timeout, context
-        self._task = asyncio.current_task()
-        self._writing = False
-        self._checks = 0  # of the current write
-        self._wait()
-
-    def begin(self) -> None:
-        self._writing, self._checks = True, 0
-
-    def end(self) -> None:
-        self._writing = False
-
-    def close(self) -> None:
-        self._timer.cancel()
-
-    def _wait(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._send_timeout.seconds / _CHECKS, self._check)
+        self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
+        self.writing = False
+        self.checks = 0  # of the current write
+        self._check()
 
     def _check(self) -> None:
-        self._checks += self._writing
-        if self._checks <= _CHECKS:
-            self._wait()
+        self.checks += self.writing
+        if self.checks <= _CHECKS:
+            self.timer = self._loop.call_later(self._send_timeout.seconds / _CHECKS, self._check)
             return
         ending = asyncio.create_task(self._give_up())
         self._send_timeout.ending.add(ending)
@@ -88,6 +75,6 @@ class _Write:
             reason="SLOW_READER",
         )
         if task is not None:
-            asyncio.get_running_loop().call_soon(task.cancel)  # after ``abort`` has started
+            self._loop.call_soon(task.cancel)  # after ``abort`` has started
         with contextlib.suppress(Exception):  # it always raises: the call is aborted, or the client has gone
             await abort(self._context, error, "")

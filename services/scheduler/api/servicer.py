@@ -15,18 +15,18 @@ from services.scheduler.api.encoding import encode_curve, encode_overview, encod
 from services.scheduler.api.generate import GenerateCall
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.model import ServedModel
-from services.scheduler.api.prompt import check_tokens, encode_chat, encode_text, read_prompt
+from services.scheduler.api.prompt import check_tokens, encode_chat, encode_text
 from services.scheduler.api.send_timeout import SendTimeout
 from services.scheduler.api.session import SessionStream
 from services.scheduler.api.spending import Spending
-from services.scheduler.api.validation import read_request
+from services.scheduler.api.validation import read_message
 from services.scheduler.core.future.estimate import Estimate, estimate
 from services.scheduler.core.future.overview import Overview, read_overview
 from services.scheduler.core.life.intake import resolve_limit
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.grammar.checker import GrammarChecker
-from services.scheduler.grammar.message import cache_long_text, name_of
+from services.scheduler.grammar.message import name_of
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, scheduler_pb2_grpc, session_pb2
 
 log = structlog.get_logger(__name__)
@@ -93,13 +93,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 found, step_s = await self._hub.ask(lambda core: _look_up(core, request.request_id, key))
             case "request":
                 self._access.sign(request.request, key)
-                tokens = await read_prompt(request.request, self._model)
-                await cache_long_text(request.request.sampling)
-                subject = read_request(request.request, tokens, self._model, sink=0, handle=0)
-                if subject.sampling.grammar:
-                    await self._grammar_checker.check(
-                        subject.sampling.grammar, name_of(request.request.sampling.grammar)
-                    )
+                subject = await read_message(request.request, self._model)
+                if grammar := subject.sampling.grammar:
+                    await self._grammar_checker.check(grammar, name_of(request.request.sampling.grammar))
                 subject.limit = resolve_limit(subject, shape)
                 found, step_s = await self._hub.ask(lambda core: (_look(core, subject), core.step_s))
             case _:
@@ -123,8 +119,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if step_s:
             response.step_seconds = step_s
         if request.horizon_steps:
-            curve = encode_curve(overview.curve, self._model.shape.page_count, request.horizon_steps)
-            response.curve.CopyFrom(curve)
+            pages = self._model.shape.page_count
+            response.curve.CopyFrom(encode_curve(overview.curve, pages, request.horizon_steps))
         return response
 
     async def CancelRequest(
@@ -145,13 +141,29 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def Tokenize(self, request: observe_pb2.TokenizeRequest, context: AnyContext) -> observe_pb2.TokenizeResponse:
         with self._running(context):
-            return await self._tokenize(request)
+            match request.WhichOneof("input"):
+                case "text":
+                    special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+                    tokens = await encode_text(
+                        self._model, request.text, "text", max_tokens=None, add_special_tokens=special
+                    )
+                case "chat":
+                    tokens = await encode_chat(self._model, request.chat, "chat.messages", max_tokens=None)
+                case _:
+                    raise InvalidRequest("set text or chat", field="input")
+        response = observe_pb2.TokenizeResponse()
+        fill(response, "token_ids", tokens)
+        return response
 
     async def Detokenize(
         self, request: observe_pb2.DetokenizeRequest, context: AnyContext
     ) -> observe_pb2.DetokenizeResponse:
         with self._running(context):
-            return await self._detokenize(request)
+            tokens = read_fixed32(request.token_ids)
+            check_tokens(tokens, self._model.card.vocab_size, "token_ids")
+            skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+            text = await self._model.text.decode(tokens.tolist(), skip_special_tokens=skip, field="token_ids")
+        return observe_pb2.DetokenizeResponse(text=text)
 
     async def _plans(self) -> AsyncGenerator[observe_pb2.WatchPlansResponse, None]:
         plans = self._hub.watch()
@@ -167,28 +179,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         key = self._access.key_of(context.invocation_metadata() or ())
         with self._access.limits.running(key):
             yield key
-
-    async def _tokenize(self, request: observe_pb2.TokenizeRequest) -> observe_pb2.TokenizeResponse:
-        match request.WhichOneof("input"):
-            case "text":
-                special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-                tokens = await encode_text(
-                    self._model, request.text, "text", max_tokens=None, add_special_tokens=special
-                )
-            case "chat":
-                tokens = await encode_chat(self._model, request.chat, "chat.messages", max_tokens=None)
-            case _:
-                raise InvalidRequest("set text or chat", field="input")
-        response = observe_pb2.TokenizeResponse()
-        fill(response, "token_ids", tokens)
-        return response
-
-    async def _detokenize(self, request: observe_pb2.DetokenizeRequest) -> observe_pb2.DetokenizeResponse:
-        tokens = read_fixed32(request.token_ids)
-        check_tokens(tokens, self._model.card.vocab_size, "token_ids")
-        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        text = await self._model.text.decode(tokens.tolist(), skip_special_tokens=skip, field="token_ids")
-        return observe_pb2.DetokenizeResponse(text=text)
 
 
 def _look_up(core: Scheduler, request_id: str, key: Key | None) -> tuple[Estimate, float]:

@@ -13,16 +13,15 @@ from services.scheduler.api.encoding import encode_by_handle, encode_event
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.pending_grammars import PendingGrammars
-from services.scheduler.api.prompt import read_prompt
 from services.scheduler.api.resume import finish_of
 from services.scheduler.api.traces import Traces
-from services.scheduler.api.validation import read_request
+from services.scheduler.api.validation import read_message
 from services.scheduler.core.output import Delta
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.events import Accepted, Rejected
 from services.scheduler.grammar.checker import GrammarChecker
-from services.scheduler.grammar.message import cache_long_text, name_of
+from services.scheduler.grammar.message import name_of
 from tokasaurus.scheduler.v1 import session_pb2
 
 log = structlog.get_logger(__name__)
@@ -207,12 +206,9 @@ class SessionStream:
     async def _read_submit(self, submit: session_pb2.Submit) -> Request | None:
         """Return the request to submit, or None if it has finished or its grammar is being checked."""
         message, model = submit.request, self._model
-        model.check_name(message.model)
         if message.output.text:
             raise InvalidRequest("a session returns token ids only: leave text unset", field="output.text")
-        tokens = await read_prompt(message, model)
-        await cache_long_text(message.sampling)
-        request = read_request(message, tokens, model, sink=self._sink, handle=submit.handle)
+        request = await read_message(message, model, sink=self._sink, handle=submit.handle)
         self._pending.check_handles(request)
         self._traces.begin(request)
         if (finish := finish_of(request, model)) is not None:

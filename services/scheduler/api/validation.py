@@ -14,11 +14,11 @@ from services.common.plan.types import SamplingSettings
 from services.common.request_bounds import MAX_BIAS_COPIES, MAX_BIASES, MAX_STOP_TOKENS
 from services.common.sampling import out_of_range
 from services.scheduler.api.model import ServedModel
-from services.scheduler.api.prompt import check_tokens
+from services.scheduler.api.prompt import check_tokens, read_prompt
 from services.scheduler.api.resume import read_resume
 from services.scheduler.api.thinking import complete_thinking
 from services.scheduler.core.request import AdmissionMode, Priority, Request
-from services.scheduler.grammar.message import FIELD, grammar_text
+from services.scheduler.grammar.message import FIELD, cache_long_text, grammar_text
 from tokasaurus.common.v1.sampling_pb2 import Sampling
 from tokasaurus.scheduler.v1 import generate_pb2
 
@@ -48,14 +48,24 @@ _MODES = {
 }
 
 
+async def read_message(
+    message: generate_pb2.GenerateRequest, model: ServedModel, *, sink: int = 0, handle: int = 0
+) -> Request:
+    """Return the request, with its prompt as tokens. Raises as ``read_prompt`` and ``read_request`` do."""
+    model.check_name(message.model)
+    model.shape  # noqa: B018 (raises Unavailable first)
+    tokens = await read_prompt(message, model)
+    await cache_long_text(message.sampling)
+    return read_request(message, tokens, model, sink=sink, handle=handle)
+
+
 def read_request(
     message: generate_pb2.GenerateRequest, tokens: np.ndarray, model: ServedModel, *, sink: int, handle: int
 ) -> Request:
     """Return the request. ``tokens`` is the result of ``read_prompt``.
 
-    Raises ``InvalidRequest`` or ``NotFound`` naming the field.
+    Raises ``InvalidRequest`` naming the field.
     """
-    model.check_name(message.model)
     _check_length(message, "request_id", _LONGEST_ID)
     _check_length(message, "length_class", _LONGEST_LENGTH_CLASS)
     _check_length(message, "fairness_key", _LONGEST_FAIRNESS_KEY)
