@@ -158,7 +158,7 @@ def stages(sequences: int, full: bool, steps: int = 200) -> dict[str, float]:
         with timed("plan"):
             plan = core.plan(time.monotonic_ns())
         with timed("encode_plan"):
-            message = encode_plan(plan.to_plan())
+            message = encode_plan(plan)
         answer = model.apply(message)
         with timed("decode_result"):
             result = decode_result(answer)

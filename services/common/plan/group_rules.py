@@ -1,5 +1,7 @@
 """Rules about Hydragen groups: rows of the batch whose first pages are the same and computed."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from services.common.plan.slots import SlotState
@@ -10,7 +12,7 @@ _FIELD = "plan.hydragen"
 
 
 def check_groups(
-    now: LastPlan, admissions: tuple[Admission, ...], computed: np.ndarray, slots: SlotState, page_size: int
+    now: LastPlan, admissions: Sequence[Admission], computed: np.ndarray, slots: SlotState, page_size: int
 ) -> None:
     """Raise ``BrokenPlan`` for the first breach in ``now.groups``.
 

@@ -1,5 +1,6 @@
 """A step plan: what the scheduler decided about one step. Numpy only; ``codec`` has the wire format."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -90,13 +91,13 @@ def _none() -> np.ndarray:
     return NO_ROWS.slots
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Plan:
     """The plan of one step. Releases apply first, then admissions, appends and copies, then the forward pass."""
 
     step: int
     releases: np.ndarray = field(default_factory=_none)  # [n] int64, slots
-    admissions: tuple[Admission, ...] = ()
+    admissions: Sequence[Admission] = ()
     append_slots: np.ndarray = field(default_factory=_none)  # [n] int64
     append_pages: np.ndarray = field(default_factory=_none)  # beside append_slots
     copy_sources: np.ndarray = field(default_factory=_none)  # [n] int64, pages

@@ -11,7 +11,6 @@ from services.common.plan.result import StepResult
 from services.common.plan.result_rules import BrokenResult, check_result
 from services.common.plan.types import WorkerLimits
 from services.scheduler.core.future.admission import AdmissionControl
-from services.scheduler.core.future.prediction import Prediction
 from services.scheduler.core.life.ending import Ending
 from services.scheduler.core.life.intake import Intake
 from services.scheduler.core.life.lifecycle import Lifecycle
@@ -23,8 +22,6 @@ from services.scheduler.core.queue.deadlines import Deadlines
 from services.scheduler.core.request import FinishReason, Request, Sample
 from services.scheduler.core.state import State
 from services.scheduler.core.step.planner import Planner
-from services.scheduler.core.step.preemption import Preemption
-from services.scheduler.core.step.prefill import Prefill
 from services.scheduler.core.step.results import Results
 
 
@@ -67,10 +64,7 @@ class Scheduler:
         """Attach a new worker. Samples that cannot run on it end with an error."""
         state = self.state
         state.attach(shape)
-        prediction = Prediction(state)
-        prefill = Prefill(state, self._lifecycle, prediction, self._admission)
-        preemption = Preemption(state, self._lifecycle, prefill, self._admission)
-        self._planner = Planner(state, self._lifecycle, prefill, prediction, preemption)
+        self._planner = Planner(state, self._lifecycle, self._admission)
         self._results = Results(state, self._lifecycle)
         for sample in list(state.queue.waiting):
             if sample.request.limit > min(shape.max_context_tokens, shape.pool_tokens + 1):

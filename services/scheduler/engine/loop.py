@@ -230,7 +230,7 @@ class EngineLoop:
         return self._pace.until_needed(now) if now < self._shared_until else 0.0
 
     def _send(self, stream: WorkerStream, plan: PlannedStep) -> None:
-        message = encode_plan(plan.to_plan())
+        message = encode_plan(plan)
         stream.send(message)
         if self._recorder is not None:
             self._recorder.plan(message, plan.admitted_ids, plan.released_ids)

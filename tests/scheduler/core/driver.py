@@ -92,7 +92,7 @@ class Driver:
         assert plan is not None or not self.core.stuck
         if plan is not None:
             self.plans.append(plan)
-            self.in_flight.append(decode_result(self.model.apply(encode_plan(plan.to_plan()))))
+            self.in_flight.append(decode_result(self.model.apply(encode_plan(plan))))
         self.collect()
         return plan
 

@@ -41,11 +41,9 @@ def test_an_admission_has_the_prompt_length_of_a_resumed_sequence():
     driver.submit([2, 3, 4], max_tokens=12)
     for _ in range(4):
         driver.step()
-    assert [a.prompt_tokens for plan in driver.plans for a in encode_plan(plan.to_plan()).admissions] == [
-        0
-    ]  # all of them
+    assert [a.prompt_tokens for plan in driver.plans for a in encode_plan(plan).admissions] == [0]  # all of them
     driver.lose_worker()
     driver.plans.clear()
     driver.step()
-    [admission] = encode_plan(driver.plans[0].to_plan()).admissions
+    [admission] = encode_plan(driver.plans[0]).admissions
     assert admission.prompt_tokens == 3 < len(admission.token_ids)

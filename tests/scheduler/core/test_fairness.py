@@ -155,7 +155,7 @@ def test_one_key_is_planned_as_if_there_were_no_keys():
             alone.submit([2 + number] * (7 * number % 90 + 1), max_tokens=40, fairness_key=key, **fields)
             alone.step()
         check_all(alone)
-        plans.append([encode_plan(plan.to_plan()).SerializeToString(deterministic=True) for plan in alone.plans])
+        plans.append([encode_plan(plan).SerializeToString(deterministic=True) for plan in alone.plans])
     assert plans[0] == plans[1]
 
 

@@ -58,7 +58,7 @@ class RecordedLoop:
 
     def step(self) -> None:
         while (plan := self.core.plan(self._tick())) is not None:
-            message = encode_plan(plan.to_plan())
+            message = encode_plan(plan)
             self.recorder.plan(message, plan.admitted_ids, plan.released_ids)
             self.in_flight.append(self.model.apply(message))
         if self.in_flight:

@@ -38,26 +38,8 @@ class Lengths(NamedTuple):
         return Lengths(*(column[chosen] for column in self))
 
 
-class SlotColumns(NamedTuple):
-    """Values that all samples of an entry share, named as the columns of ``Slots`` for which they are."""
-
-    given: int
-    prompt: int
-    limit: int
-    min_known: int
-    priority: int
-    scheduled: int
-    length_class: int
-    node: int
-    sink: int
-    last_token: int
-    lent_pages: int
-    stop_set: int
-    key: int
-
-
 class Prepared(NamedTuple):
     """Values of an entry for its slots."""
 
-    columns: SlotColumns
+    columns: dict[str, int]  # values that all samples share, by the column of ``Slots``
     stop_states: list[int]  # beside the samples, as in ``Slots``

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from services.common.errors import Internal
 from services.scheduler.core.life.ending import Ending, finish_of
-from services.scheduler.core.life.entry import Entry, Lengths, Placed, Prepared, SlotColumns
+from services.scheduler.core.life.entry import Entry, Lengths, Placed, Prepared
 from services.scheduler.core.life.sharing import Sharing
 from services.scheduler.core.life.victims import are_preemptible, protected_lengths
 from services.scheduler.core.request import Finish, FinishReason, Sample
@@ -28,21 +28,21 @@ class Lifecycle:
         """Return the values that ``admit``, which must follow, puts into slots. If this raises, nothing has changed."""
         state, request = self._state, entry.samples[0].request
         stop_states = [self._stop_state(sample) for sample in entry.samples]
-        columns = SlotColumns(
-            given=len(entry.tokens),
-            prompt=request.prompt_tokens,
-            limit=request.limit,
-            min_known=request.prompt_tokens + request.min_tokens,
-            priority=request.priority,
-            scheduled=entry.cached,
-            length_class=request.length_class_id,
-            node=entry.node,
-            sink=request.sink,
-            last_token=int(entry.tokens[-1]),
-            lent_pages=entry.lent_pages(state.pool.shape.page_size),
-            stop_set=state.queue.stop_tokens.acquire(request.stop_token_ids, len(entry.samples)),
-            key=state.pool.running_keys.acquire(request.fairness_key, len(entry.samples)),
-        )
+        columns = {
+            "given": len(entry.tokens),
+            "prompt": request.prompt_tokens,
+            "limit": request.limit,
+            "min_known": request.prompt_tokens + request.min_tokens,
+            "priority": request.priority,
+            "scheduled": entry.cached,
+            "length_class": request.length_class_id,
+            "node": entry.node,
+            "sink": request.sink,
+            "last_token": int(entry.tokens[-1]),
+            "lent_pages": entry.lent_pages(state.pool.shape.page_size),
+            "stop_set": state.queue.stop_tokens.acquire(request.stop_token_ids, len(entry.samples)),
+            "key": state.pool.running_keys.acquire(request.fairness_key, len(entry.samples)),
+        }
         return Prepared(columns, stop_states)
 
     def admit(
@@ -111,11 +111,10 @@ class Lifecycle:
         slots.samples[taken] = samples
         slots.activate(taken)
         slots.admitted_step[taken], slots.delay[taken] = step, 0
-        rows = np.array([each.columns for each in prepared], np.int64)
-        shared = SlotColumns(*np.repeat(rows, counts, axis=0).T)
-        for name, column in zip(SlotColumns._fields, shared, strict=True):
+        rows = np.array([list(each.columns.values()) for each in prepared], np.int64)
+        for name, column in zip(prepared[0].columns, np.repeat(rows, counts, axis=0).T, strict=True):
             getattr(slots, name)[taken] = column
-        slots.known[taken] = shared.given
+        slots.known[taken] = slots.given[taken]
         slots.observed_age[taken] = slots.given[taken] - slots.prompt[taken]
         for name in ("guaranteed", "handle", "accepted_ns", "first_token_ns", "last_token_ns"):
             getattr(slots, name)[taken] = list(map(attrgetter(name), samples))

@@ -75,7 +75,7 @@ class Batching:
 
     def _set_batch(self, plan: PlannedStep, slots: np.ndarray, counts: np.ndarray, parts: np.ndarray) -> None:
         columns = ((slots, self._last_slots), (counts, self._last_counts), (parts, self._last_micro_batch_rows))
-        if not plan.released and not plan.admissions and all(a is b or np.array_equal(a, b) for a, b in columns):
+        if not len(plan.releases) and not plan.admissions and all(a is b or np.array_equal(a, b) for a, b in columns):
             return
         self._last_slots, self._last_counts, self._last_micro_batch_rows = slots, counts, parts
         plan.batch = Batch(slots, counts if len(counts) else np.ones(len(slots), np.int64))

@@ -3,6 +3,7 @@
 import numpy as np
 
 from services.scheduler.core.counters import STEP_SIZES
+from services.scheduler.core.future.admission import AdmissionControl
 from services.scheduler.core.future.prediction import Prediction
 from services.scheduler.core.future.time_sharing import KeyTimeSlice, TimeSharing
 from services.scheduler.core.life.lifecycle import Lifecycle
@@ -20,19 +21,12 @@ _MOST_LIGHT = 3  # light plans in a row
 class Planner:
     """Builds plans, and advances the state as if each plan had run. Owned by the core."""
 
-    def __init__(
-        self,
-        state: State,
-        lifecycle: Lifecycle,
-        prefill: Prefill,
-        prediction: Prediction,
-        preemption: Preemption,
-    ) -> None:
+    def __init__(self, state: State, lifecycle: Lifecycle, admission: type[AdmissionControl]) -> None:
         self._state = state
         self._lifecycle = lifecycle
-        self._prefill = prefill
-        self._prediction = prediction
-        self._preemption = preemption
+        self._prediction = Prediction(state)
+        self._prefill = Prefill(state, lifecycle, self._prediction, admission)
+        self._preemption = Preemption(state, lifecycle, self._prefill, admission)
         self._batching = Batching(state)
         self._time_sharing = TimeSharing(state)
         self._light_in_a_row = 0  # light plans since the last other plan
@@ -62,7 +56,7 @@ class Planner:
             self._lifecycle.shares.end(request)
         state.pool.step = plan.step
         state.queue.counters.steps += 1
-        plan.released = [slot for slot, _ in state.pool.to_release]
+        plan.releases = np.array([slot for slot, _ in state.pool.to_release], np.int64)
         plan.released_ids = [request_id for _, request_id in state.pool.to_release]
         plan.preempted_ids, state.pool.preempted = state.pool.preempted, []
         state.pool.to_release = []

@@ -28,9 +28,7 @@ _MOST_SHORT_KEYS = 16  # keys for which others are preempted in one plan
 class Preemption:
     """Decides before each plan which sequences are preempted for waiting samples. Owned by the core."""
 
-    def __init__(
-        self, state: State, lifecycle: Lifecycle, prefill: Prefill, admission: type[AdmissionControl] = AdmissionControl
-    ) -> None:
+    def __init__(self, state: State, lifecycle: Lifecycle, prefill: Prefill, admission: type[AdmissionControl]) -> None:
         self._state = state
         self._lifecycle = lifecycle
         self._prefill = prefill

@@ -37,11 +37,7 @@ class Prefill:
     """Fills the part of a step that decoding leaves with prompts. Owned by the core."""
 
     def __init__(
-        self,
-        state: State,
-        lifecycle: Lifecycle,
-        prediction: Prediction,
-        admission: type[AdmissionControl] = AdmissionControl,
+        self, state: State, lifecycle: Lifecycle, prediction: Prediction, admission: type[AdmissionControl]
     ) -> None:
         self._state = state
         self._lifecycle = lifecycle
@@ -225,13 +221,15 @@ class Prefill:
         if not entries:
             return []
         placed = self._lifecycle.admit(entries, prepared, lengths, plan.step, now_ns)
+        copies: list[tuple[int, int]] = []  # (source page, target page)
+        admissions: list[Admission] = []
         for entry, (slots, tables) in zip(entries, placed, strict=True):
             request = entry.samples[0].request
             if entry.copied_page >= 0:
                 whole = int(state.pool.tree.depth[entry.node])
-                plan.copies += [(entry.copied_page, page) for page in tables[:, whole].tolist()]
+                copies += [(entry.copied_page, page) for page in tables[:, whole].tolist()]
             indices = [sample.index for sample in entry.samples]
-            plan.admissions += [
+            admissions += [
                 Admission(
                     slot,
                     entry.tokens,
@@ -251,6 +249,9 @@ class Prefill:
             for sample in entry.samples:
                 rows.append((sample.slot, min(missing, budget)))
                 budget -= rows[-1][1]
+        plan.admissions = admissions
+        if copies:
+            plan.copy_sources, plan.copy_targets = np.array(copies, np.int64).T
         self._compute(plan, rows)
         return rows
 
