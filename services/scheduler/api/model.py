@@ -1,6 +1,5 @@
 """The served model."""
 
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -19,12 +18,13 @@ CONTRACT_VERSION = "1.11"
 # Cached automata of stop strings. An automaton of the longest strings takes 60 MB.
 _AUTOMATA = 256
 _AUTOMATA_BYTES = 128 * 1024 * 1024
+_OF_SHAPE = ("max_context_tokens", "max_top_logprobs", "prompt_logprobs", "grammars", "thinking_budgets")
 
 
 class ServedModel:
     """Properties of the served model. Immutable except for ``shape``, which the worker determines.
 
-    Thread-safe, except for ``text``, which belongs to the event loop.
+    Used on the event loop. The link to the worker calls ``set_shape``.
     """
 
     def __init__(
@@ -42,7 +42,6 @@ class ServedModel:
         self._shape: WorkerLimits | None = None
         self._automata: OrderedDict[tuple[str, ...], Automaton] = OrderedDict()
         self._automata_bytes = 0
-        self._lock = threading.Lock()
 
     @property
     def shape(self) -> WorkerLimits:
@@ -62,17 +61,12 @@ class ServedModel:
     def automaton(self, strings: Sequence[str]) -> Automaton:
         """Return the automaton of the stop strings."""
         key = tuple(strings)
-        with self._lock:
-            if key in self._automata:
-                self._automata.move_to_end(key)
-                return self._automata[key]
-        automaton = Automaton(key)
-        with self._lock:
-            if key not in self._automata:
-                self._automata[key] = automaton
-                self._automata_bytes += automaton.nbytes
-            while len(self._automata) > _AUTOMATA or self._automata_bytes > _AUTOMATA_BYTES:
-                self._automata_bytes -= self._automata.popitem(last=False)[1].nbytes
+        if (automaton := self._automata.get(key)) is None:
+            automaton = self._automata[key] = Automaton(key)
+            self._automata_bytes += automaton.nbytes
+        self._automata.move_to_end(key)
+        while len(self._automata) > _AUTOMATA or self._automata_bytes > _AUTOMATA_BYTES:
+            self._automata_bytes -= self._automata.popitem(last=False)[1].nbytes
         return automaton
 
     def message(self) -> observe_pb2.Model:
@@ -80,21 +74,17 @@ class ServedModel:
         return observe_pb2.Model(
             id=card.name,
             created_unix_s=self.created_unix_s,
-            max_context_tokens=shape.max_context_tokens,
+            **{name: getattr(shape, name) for name in _OF_SHAPE},
             vocab_size=card.vocab_size,
             eos_token_ids=card.eos_token_ids,
             has_chat_template=self.tokenizer.has_chat_template,
-            max_top_logprobs=shape.max_top_logprobs,
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             contract_version=CONTRACT_VERSION,
-            prompt_logprobs=shape.prompt_logprobs,
-            grammars=shape.grammars,
             aliases=self.card.aliases,
             root=self.card.root,
             logprobs_mode=generate_pb2.LOGPROBS_MODE_PROCESSED
             if self.processed_logprobs
             else generate_pb2.LOGPROBS_MODE_RAW,
-            thinking_budgets=shape.thinking_budgets,
             default_sampling=self.default_sampling,
             default_max_tokens=card.defaults.max_new_tokens,
         )

@@ -164,7 +164,9 @@ class SessionStream:
             case "submit":
                 await self._submit(message.submit)
             case "submits":
-                _check_submits(message.submits)
+                if (count := len(message.submits.submits)) > _MOST_SUBMITS:
+                    text = f"submits has {count} requests: expected at most {_MOST_SUBMITS}; send several messages"
+                    raise InvalidRequest(text, field="submits")
                 self._mailbox.joins_acceptances = True
                 time_slice = TimeSlice()
                 for submit in message.submits.submits:
@@ -222,11 +224,3 @@ class SessionStream:
                 return None
             await self._grammar_checker.check(grammar, name)  # returns at once
         return request
-
-
-def _check_submits(message: session_pb2.Submits) -> None:
-    """Raise ``InvalidRequest`` if there are more than ``_MOST_SUBMITS``."""
-    if (count := len(message.submits)) > _MOST_SUBMITS:
-        raise InvalidRequest(
-            f"submits has {count} requests: expected at most {_MOST_SUBMITS}; send several messages", field="submits"
-        )

@@ -29,18 +29,19 @@ class Spending:
     def finished(self, finishes: Iterable[Finish], unfinished: int) -> None:
         """Add finished samples. ``unfinished`` is the number of samples that still run."""
         self._used += sum(finish.completion_tokens for finish in finishes)
-        if self._reserved is not None and not unfinished:
-            self._reserved.settle(self._used)
-            self._reserved = None
+        if not unfinished:
+            self._settle(self._used)
 
     def close(self, generated: int) -> None:
         """Settle the charge of an incomplete call. ``generated`` is the number of tokens of all its samples."""
         if self._reserved is not None:
-            self._reserved.settle(max(self._reserved.tokens, self._prompt_tokens + generated))
-            self._reserved = None
+            self._settle(max(self._reserved.tokens, self._prompt_tokens + generated))
 
     def give_back(self) -> None:
         """Return all reserved tokens of a rejected request."""
+        self._settle(0)
+
+    def _settle(self, tokens: int) -> None:
         if self._reserved is not None:
-            self._reserved.settle(0)
+            self._reserved.settle(tokens)
             self._reserved = None

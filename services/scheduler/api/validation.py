@@ -2,10 +2,8 @@
 
 import random
 import time
-from typing import TypeVar
 
 import numpy as np
-from google.protobuf.message import Message
 
 from services.common.errors import InvalidRequest
 from services.common.model.generation_config import GenerationDefaults
@@ -34,7 +32,6 @@ _PRIORITIES = {
     generate_pb2.PRIORITY_CLASS_NORMAL: Priority.NORMAL,
     generate_pb2.PRIORITY_CLASS_HIGH: Priority.HIGH,
 }
-_Number = TypeVar("_Number", int, float)
 _random = random.Random()  # seeded once; the system's generator would take more time than all other fields
 _PROCESSED = {
     generate_pb2.LOGPROBS_MODE_UNSPECIFIED: None,
@@ -73,7 +70,7 @@ def read_request(
         raise InvalidRequest(f"priority {message.priority} is not a PriorityClass", field="priority")
     if message.admission not in _MODES:
         raise InvalidRequest(f"admission {message.admission} is not an AdmissionMode", field="admission")
-    n = _number(message, "n", 1)
+    n = message.n if message.HasField("n") else 1
     if not 1 <= n <= model.max_samples:
         raise InvalidRequest(f"n is {n}: expected 1 to {model.max_samples} (max_samples_per_request)", field="n")
     if handle + n > 2**32:
@@ -125,7 +122,7 @@ def _sampling(
         name, text = found
         raise InvalidRequest(text, field=f"sampling.{name}")
     _check_logit_bias(parameters, model, n)
-    logprobs, top = message.output.logprobs, _number(message.output, "top_logprobs", 0)
+    logprobs, top = message.output.logprobs, message.output.top_logprobs
     most = min(_MOST_TOP_LOGPROBS, model.shape.max_top_logprobs)
     if top > most:
         raise InvalidRequest(f"top_logprobs is {top}: expected 0 to {most}", field="output.top_logprobs")
@@ -289,9 +286,3 @@ def _check_length(message: generate_pb2.GenerateRequest, name: str, most: int) -
     given = len(getattr(message, name))
     if given > most:
         raise InvalidRequest(f"{name} has {given} characters: expected at most {most}", field=name)
-
-
-def _number(message: Message, name: str, default: _Number) -> _Number:
-    """Return the value of an optional scalar, or its default."""
-    value: _Number = getattr(message, name) if message.HasField(name) else default
-    return value

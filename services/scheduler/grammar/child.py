@@ -1,8 +1,9 @@
 """Child process that compiles grammars one after the other: ``python -m services.scheduler.grammar.child``.
 
-A grammar may make the system kill it, at its limit of CPU time, memory or stack. Its first frame is empty when it is
-ready, or the reason why it cannot be. Then it returns one frame for each grammar: empty if the grammar compiles and
-some tens of its masks are computed in time, or else the reason. It exits at the end of its input.
+Its input and output are lines with a JSON string each. A grammar may make the system kill it, at its limit of CPU time,
+memory or stack. Its first line is empty when it is ready, or the reason why it cannot be. Then it returns one line for
+each grammar: empty if the grammar compiles and some tens of its masks are computed in time, or else the reason. It
+exits at the end of its input.
 """
 
 import json
@@ -11,15 +12,13 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from services.common.errors import TokaError
 from services.common.process.service import exit_with_parent
 from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
-from services.scheduler.grammar.frames import LENGTH, frame
 from services.scheduler.grammar.walk import MOST_WALK_S, mask_time_problem
 
 _LONGEST_REASON = 300
@@ -55,7 +54,7 @@ def _serve(grammars: Grammars, settings: dict[str, Any]) -> None:
     _reason(grammars, "start: /(.|\\n)*/")  # initialises the library before the limits apply
     _limit_memory(settings["memory_bytes"])
     _write("")
-    for grammar in _frames(sys.stdin.buffer):
+    for grammar in map(json.loads, sys.stdin.buffer):
         _limit_time(settings["cpu_seconds"])
         reason = _reason(grammars, grammar)
         _limit_time(0)
@@ -89,14 +88,8 @@ def _readable(message: str) -> str:
     return line if len(line) <= _LONGEST_REASON else line[: _LONGEST_REASON - 3] + "..."
 
 
-def _frames(stream: BinaryIO) -> Iterator[str]:
-    while len(head := stream.read(LENGTH.size)) == LENGTH.size:
-        yield stream.read(*LENGTH.unpack(head)).decode()
-
-
 def _write(text: str) -> None:
-    sys.stdout.buffer.write(frame(text))
-    sys.stdout.buffer.flush()
+    print(json.dumps(text), flush=True)
 
 
 def _limit_memory(more: int) -> None:

@@ -15,7 +15,6 @@ from services.common.boundaries import undo_on_error_async
 from services.common.errors import Unavailable
 from services.common.process.children import module_command, module_environment
 from services.common.process.service import PARENT_PID
-from services.scheduler.grammar.frames import LENGTH, frame
 
 log = structlog.get_logger(__name__)
 
@@ -66,7 +65,7 @@ class GrammarCompiler:
     async def compile(self, grammar: str) -> str:
         """Return why ``grammar`` does not compile, or an empty string. Raises ``Unavailable`` if this is unknown."""
         try:
-            self._stdin.write(frame(grammar))
+            self._stdin.write(json.dumps(grammar).encode() + b"\n")
             return await asyncio.wait_for(self._read(), self._limits.cpu_seconds * _TIMEOUT_FACTOR)
         except TimeoutError:
             await self.close()
@@ -84,8 +83,8 @@ class GrammarCompiler:
         await self._process.wait()
 
     async def _read(self) -> str:
-        length = await self._stdout.readexactly(LENGTH.size)
-        return (await self._stdout.readexactly(*LENGTH.unpack(length))).decode()
+        text: str = json.loads(await self._stdout.readuntil())
+        return text
 
     def _exit_reason(self, status: int) -> str:
         log.warning("a process that checks grammars exited", exit_status=status)

@@ -11,7 +11,7 @@ INTERVAL_S = 1.0  # between two checks
 TIMEOUT_S = 8.0  # of a health call
 _PROBE_TIMEOUT_S = 3.0
 
-_NO_CONNECTION = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+NO_CONNECTION = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
 class WorkerHeartbeat:
@@ -50,7 +50,7 @@ class WorkerHeartbeat:
         channel, probe = self._probe
         if not probe.done():
             return ""
-        reachable = probe.code() not in _NO_CONNECTION
+        reachable = probe.code() not in NO_CONNECTION
         channel.close()
         self._probe = None
         if not reachable:

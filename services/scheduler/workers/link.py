@@ -31,8 +31,6 @@ _BOOT_S = 60.0  # a worker that starts with the scheduler listens by then; later
 _READY_TIMEOUT_S = 30.0  # from the hello to ready
 _STOP_TIMEOUT_S = 2.0  # for sent plans to reach the workers
 
-_NO_CONNECTION = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-
 _Call = TypeVar("_Call", bound=grpc.RpcContext)
 
 
@@ -180,7 +178,7 @@ class WorkerLink:
                     responded = True
                     self._report(f"worker {address} is not ready yet: it may still be loading its model")
             except grpc.RpcError as error:
-                if error.code() not in _NO_CONNECTION:
+                if error.code() not in heartbeat.NO_CONNECTION:
                     return
                 if not (responded and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED):
                     raise Unready(_named(address, error)) from error

@@ -109,7 +109,6 @@ class Lifecycle:
     ) -> None:
         slots = self._state.pool.slots
         slots.samples[taken] = samples
-        slots.activate(taken)
         slots.admitted_step[taken], slots.delay[taken] = step, 0
         rows = np.array([list(each.columns.values()) for each in prepared], np.int64)
         for name, column in zip(prepared[0].columns, np.repeat(rows, counts, axis=0).T, strict=True):

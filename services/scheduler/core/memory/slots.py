@@ -66,14 +66,12 @@ class Slots:
         return self._running_slots
 
     def take(self, count: int) -> np.ndarray:
-        """Return ``count`` free slots, int64. They are inactive until ``activate``."""
+        """Return ``count`` free slots, int64, which are active from now on."""
         self._free_count -= count
-        return self._free[self._free_count : self._free_count + count].copy()
-
-    def activate(self, slots: np.ndarray) -> None:
-        """Mark slots that were taken as active."""
-        self.active[slots] = True
+        taken = self._free[self._free_count : self._free_count + count].copy()
+        self.active[taken] = True
         self._running_slots = None
+        return taken
 
     def give(self, slots: np.ndarray) -> None:
         """Release slots. A plan releases slots before it admits, so the plan that releases a slot may reuse it."""
