@@ -17,11 +17,7 @@ from services.scheduler.core.request import Finish, FinishReason, Priority, Requ
 from services.scheduler.engine.events import Accepted, HeartbeatReply, PlanEvent, Rejected
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 
-_PRIORITIES = {
-    Priority.LOW: generate_pb2.PRIORITY_CLASS_LOW,
-    Priority.NORMAL: generate_pb2.PRIORITY_CLASS_NORMAL,
-    Priority.HIGH: generate_pb2.PRIORITY_CLASS_HIGH,
-}
+PRIORITIES = {each: generate_pb2.PriorityClass.Value(f"PRIORITY_CLASS_{each.name}") for each in Priority}
 
 
 def encode_event(item: object) -> session_pb2.SessionResponse:
@@ -163,7 +159,7 @@ def encode_overview(overview: Overview) -> observe_pb2.ListRequestsResponse:
         message.requests.add(
             request_id=request.request_id,
             fairness_key=request.fairness_key,
-            priority=_PRIORITIES[request.priority],
+            priority=PRIORITIES[request.priority],
             prompt_tokens=request.prompt_tokens,
             max_tokens=request.limit - request.prompt_tokens,
             running_samples=entry.running,

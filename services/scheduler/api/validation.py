@@ -11,6 +11,7 @@ from services.common.packed import read_fixed32, read_float
 from services.common.plan.types import SamplingSettings
 from services.common.request_bounds import MAX_BIAS_COPIES, MAX_BIASES, MAX_STOP_TOKENS
 from services.common.sampling import out_of_range
+from services.scheduler.api.encoding import PRIORITIES
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import check_tokens, read_prompt
 from services.scheduler.api.resume import read_resume
@@ -26,23 +27,15 @@ _MOST_TOP_LOGPROBS = 20
 _LONGEST_ID = 256
 _LONGEST_LENGTH_CLASS = 64
 _LONGEST_FAIRNESS_KEY = 256
-_PRIORITIES = {
-    generate_pb2.PRIORITY_CLASS_UNSPECIFIED: Priority.NORMAL,
-    generate_pb2.PRIORITY_CLASS_LOW: Priority.LOW,
-    generate_pb2.PRIORITY_CLASS_NORMAL: Priority.NORMAL,
-    generate_pb2.PRIORITY_CLASS_HIGH: Priority.HIGH,
-}
+_PRIORITIES = {encoded: each for each, encoded in PRIORITIES.items()}
+_PRIORITIES[generate_pb2.PRIORITY_CLASS_UNSPECIFIED] = Priority.NORMAL
 _random = random.Random()  # seeded once; the system's generator would take more time than all other fields
 _PROCESSED = {
     generate_pb2.LOGPROBS_MODE_UNSPECIFIED: None,
     generate_pb2.LOGPROBS_MODE_RAW: False,
     generate_pb2.LOGPROBS_MODE_PROCESSED: True,
 }
-_MODES = {
-    generate_pb2.ADMISSION_MODE_UNSPECIFIED: None,
-    generate_pb2.ADMISSION_MODE_PREDICTED: AdmissionMode.PREDICTED,
-    generate_pb2.ADMISSION_MODE_GUARANTEED: AdmissionMode.GUARANTEED,
-}
+_MODES = {generate_pb2.ADMISSION_MODE_UNSPECIFIED: None} | {int(mode): mode for mode in AdmissionMode}
 
 
 async def read_message(

@@ -102,23 +102,18 @@ def _check_worker(recording: Recording, found: worker_pb2.WorkerInfo) -> None:
         raise Unsuitable(
             f"the worker is one of {ranks} ranks, which wait for one another: start one with tp_size=1 pp_size=1"
         )
-    for name in ("page_size", "vocab_size"):
-        if getattr(found, name) != getattr(recorded, name):
-            raise Unsuitable(
-                f"the worker has {name}={getattr(found, name)}, recorded was {name}={getattr(recorded, name)}: start a"
-                " worker with the same model and page_size"
-            )
     for name, flag in (
+        ("page_size", ""),
+        ("vocab_size", ""),
         ("page_count", "kv_cache_num_tokens"),
         ("max_slots", "max_seqs_per_forward"),
         ("max_tokens_per_step", "max_tokens_per_forward"),
         ("max_context_tokens", "max_context_tokens"),
     ):
-        if getattr(found, name) < getattr(recorded, name):
-            raise Unsuitable(
-                f"the worker has {name}={getattr(found, name)}, recorded was {name}={getattr(recorded, name)}: start"
-                f" it with {flag} as it was"
-            )
+        now, then = getattr(found, name), getattr(recorded, name)
+        if now < then or (now > then and not flag):
+            remedy = f"it with {flag} as it was" if flag else "a worker with the same model and page_size"
+            raise Unsuitable(f"the worker has {name}={now}, recorded was {name}={then}: start {remedy}")
     if found.max_plans_in_flight < recording.connected.plans_in_flight:
         raise Unsuitable(
             f"the worker takes {found.max_plans_in_flight} plans in flight, recorded were"

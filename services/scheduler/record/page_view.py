@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from rich.console import RenderableType
 
+from services.scheduler.record.occupants import admitted
 from services.scheduler.record.reader import RecordedStep
 from services.scheduler.record.view import View, listed, table
 from services.scheduler.record.worker_state import WorkerState
@@ -36,14 +37,13 @@ class PageView(View):
             holding = self._held.pop(slot, None)
             if holding is not None:
                 holding.last, holding.tokens = plan.step, self._tokens(holding, state)
-        for admission, request_id in zip(plan.admissions, step.plan.admitted_ids, strict=True):
+        for name, admission in admitted(step.plan):
             pages = list(admission.pages)
             if self._page in pages:
                 index, size = pages.index(self._page), state.checker.limits.page_size
                 cached = min(admission.cached_tokens - index * size, size)
                 how = f"{cached} tokens cached" if cached > 0 else "new"
-                name = f"{request_id}:{admission.sampling.sample_index}"
-                self._hold(_Holding(name, admission.slot, index, how, plan.step))
+                self._hold(_Holding(str(name), admission.slot, index, how, plan.step))
         for source, target in zip(plan.copy_source_pages, plan.copy_target_pages, strict=False):
             if self._page in (source, target):
                 self._copies.append((plan.step, source, target))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from rich.console import RenderableType
 
-from services.scheduler.record.occupants import SequenceName
+from services.scheduler.record.occupants import SequenceName, admitted
 from services.scheduler.record.reader import RecordedStep
 from services.scheduler.record.view import View, listed, table
 from services.scheduler.record.worker_state import WorkerState
@@ -40,11 +40,10 @@ class SequenceView(View):
             name = self._running.pop(slot, None)
             if name is not None:
                 self._add(name, number, "released", f"slot {slot}")
-        for admission, request_id in zip(plan.admissions, step.plan.admitted_ids, strict=True):
-            name = SequenceName(request_id, admission.sampling.sample_index)
-            if self._wanted in (request_id, str(name)):
-                self._running[admission.slot] = name
-                self._admitted(name, number, admission)
+        for admitted_name, admission in admitted(step.plan):
+            if self._wanted in (admitted_name.request_id, str(admitted_name)):
+                self._running[admission.slot] = admitted_name
+                self._admitted(admitted_name, number, admission)
         for slot, page in zip(plan.append_slots, plan.append_pages, strict=False):
             if slot in self._running:
                 self._add(self._running[slot], number, "page", f"{page} appended")

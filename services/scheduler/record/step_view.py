@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 
 from rich.console import RenderableType
 
+from services.scheduler.record.occupants import admitted
 from services.scheduler.record.reader import RecordedStep
 from services.scheduler.record.view import View, listed, table
 from services.scheduler.record.worker_state import WorkerState
@@ -42,14 +43,9 @@ class StepView(View):
             rows = zip(plan.append_slots, map(name, plan.append_slots), plan.append_pages, strict=True)
             self._parts.append(table("pages appended", ("slot", "sequence", "page"), rows))
         last = checker.last
-        starts, counts, pages = (
-            last.groups.starts.tolist(),
-            last.groups.counts.tolist(),
-            last.groups.prefix_pages.tolist(),
-        )
-        if starts:
+        if len(last.groups):
             origin = "this plan's" if plan.HasField("hydragen") else "as before"
-            groups = zip(starts, counts, pages, strict=True)
+            groups = zip(last.groups.starts, last.groups.counts, last.groups.prefix_pages, strict=True)
             of_groups = ((f"{start}-{start + count - 1}", count, shared) for start, count, shared in groups)
             self._parts.append(table(f"Hydragen groups ({origin})", ("rows", "count", "pages shared"), of_groups))
         self._parts.append(_batch(step, state))
@@ -75,8 +71,8 @@ def _heading(step: RecordedStep) -> str:
 
 def _admissions(record: record_pb2.PlanRecord) -> RenderableType:
     rows = (
-        (a.slot, f"{id}:{a.sampling.sample_index}", len(a.token_ids), a.cached_tokens, listed(a.pages))
-        for a, id in zip(record.plan.admissions, record.admitted_ids, strict=True)
+        (each.slot, name, len(each.token_ids), each.cached_tokens, listed(each.pages))
+        for name, each in admitted(record)
     )
     return table("admitted", ("slot", "sequence", "tokens", "cached", "pages"), rows)
 

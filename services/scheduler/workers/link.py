@@ -262,8 +262,14 @@ class WorkerLink:
     def _read(
         self, stream: WorkerStream, rank: RankStream, call: Iterable[worker_pb2.RunStepsResponse], reports: "_Reports"
     ) -> None:
-        """Read the results of one rank from ``call``. Runs on the rank's thread."""
-        ended: str | Exception = f"worker {rank.address} ended the stream"
+        """Report why ``call`` ended after its results. Runs on the rank's thread."""
+        with errors_to(lambda error: reports.put((rank, error))):
+            reports.put((rank, self._read_results(stream, rank, call, reports)))
+
+    def _read_results(
+        self, stream: WorkerStream, rank: RankStream, call: Iterable[worker_pb2.RunStepsResponse], reports: "_Reports"
+    ) -> str:
+        """Read the results of one rank from ``call`` to its end. Return the reason of the end."""
         try:
             last_s = time.monotonic()
             for response in call:
@@ -285,11 +291,10 @@ class WorkerLink:
             ended = _named(rank.address, error)
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 log.error("the worker refused a plan", reason=ended)
+            return ended
         except ValueError as error:  # malformed arrays; a new connection may help
-            ended = f"worker {rank.address}: a result cannot be decoded: {error}"
-        except Exception as error:
-            ended = error
-        reports.put((rank, ended))
+            return f"worker {rank.address}: a result cannot be decoded: {error}"
+        return f"worker {rank.address} ended the stream"
 
 
 class _Reports:
