@@ -12,11 +12,12 @@ from services.common.plan.types import SamplingSettings
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import FinishReason, Request
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.engine.events import Accepted, HeartbeatReply, Rejected
+from services.scheduler.engine.events import Accepted, Rejected
 from services.scheduler.engine.inbox import MOST_SUBMITTED, Inbox
 from services.scheduler.engine.loop import EngineLoop
 from services.scheduler.workers.stream import ReceivedResult
 from tests.fakes.model import FakeModel, FakeShape
+from tokasaurus.scheduler.v1 import session_pb2
 
 SINK = 1
 SHAPE = FakeShape(vocab_size=62, max_slots=4096, page_count=16384, max_tokens_per_step=8192, first_token=2)
@@ -140,7 +141,7 @@ def test_a_cancel_waits_for_what_was_submitted_before_it(bench):
         bench.submit(handle)
     bench.loop.cancel(SINK, [499, 3])
     bench.loop.heartbeat(SINK, 7)
-    bench.run_until(lambda: bench.told(HeartbeatReply))
+    bench.run_until(lambda: bench.told(session_pb2.Heartbeat))
     assert bench.finished() == {499: FinishReason.CANCELLED, 3: FinishReason.CANCELLED}
     kinds = Counter(type(item) for item in bench.told(object))
     assert kinds[Accepted] == 500
@@ -172,7 +173,7 @@ def test_what_was_posted_before_a_request_is_done_before_it(bench, monkeypatch):
     monkeypatch.setattr(inbox, "next_request", posted_at_the_last_moment)
     inbox.put_request(lambda: order.append("request"))
     bench.loop.heartbeat(SINK, 1)
-    bench.run_until(lambda: bench.told(HeartbeatReply))
+    bench.run_until(lambda: bench.told(session_pb2.Heartbeat))
     assert order[:2] == ["post", "request"]
 
 
@@ -210,7 +211,7 @@ def test_a_loop_that_drains_takes_nothing_new_and_goes_on_with_what_it_has(bench
     drained = []
 
     def after_the_first() -> bool:
-        if bench.told(HeartbeatReply) and not drained:
+        if bench.told(session_pb2.Heartbeat) and not drained:
             drained.append(True)
             bench.loop.drain()
             bench.submit(1)

@@ -7,7 +7,8 @@ from services.common.errors import Overloaded
 from services.scheduler.api.mailbox import Mailbox
 from services.scheduler.core.output import Delta
 from services.scheduler.core.request import Finish, FinishReason, Request, SamplingSettings
-from services.scheduler.engine.events import Accepted, HeartbeatReply
+from services.scheduler.engine.events import Accepted
+from tokasaurus.scheduler.v1 import session_pb2
 
 MOST_BYTES = 4000
 
@@ -31,9 +32,9 @@ async def test_a_reader_that_takes_everything_is_never_too_slow(joins):
             mailbox.put(accepted(number))
         for step in range(1, 4):
             mailbox.put(delta(round_ * 3 + step, 20))
-        mailbox.put(HeartbeatReply(round_))
+        mailbox.put(session_pb2.Heartbeat(nonce=round_))
         got = []
-        while not got or not isinstance(got[-1], HeartbeatReply):
+        while not got or not isinstance(got[-1], session_pb2.Heartbeat):
             got.append(await mailbox.get())
         *acceptances, outputs, _ = got
         assert [len(each) if isinstance(each, list) else 1 for each in acceptances] == ([4] if joins else [1] * 4)

@@ -7,7 +7,6 @@ import pytest
 
 from services.common.errors import Overloaded
 from services.scheduler.api.mailbox import Mailbox
-from services.scheduler.engine.events import HeartbeatReply
 from tests.fakes.model import FakeShape, chosen_logprob, continuation
 from tests.scheduler.service import PROMPT, session, start
 from tokasaurus.scheduler.v1 import generate_pb2 as g
@@ -251,9 +250,9 @@ async def test_requests_of_a_client_that_falls_silent_end(service, monkeypatch):
 async def test_a_mailbox_that_overflowed_says_so():
     told = []
     mailbox = Mailbox(lambda: told.append(True), most_bytes=100)
-    mailbox.put(HeartbeatReply(1))
-    mailbox.put(HeartbeatReply(2))
-    mailbox.put(HeartbeatReply(3))
+    mailbox.put(session_pb2.Heartbeat(nonce=1))
+    mailbox.put(session_pb2.Heartbeat(nonce=2))
+    mailbox.put(session_pb2.Heartbeat(nonce=3))
     assert told == [True]
     with pytest.raises(Overloaded, match="too slowly"):
         await mailbox.get()

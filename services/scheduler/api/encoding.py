@@ -14,7 +14,7 @@ from services.scheduler.core.future.overview import Overview
 from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import NO_SLOTS
 from services.scheduler.core.request import Finish, FinishReason, Priority, Request
-from services.scheduler.engine.events import Accepted, HeartbeatReply, PlanEvent, Rejected
+from services.scheduler.engine.events import Accepted, PlanEvent, Rejected
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 
 PRIORITIES = {each: generate_pb2.PriorityClass.Value(f"PRIORITY_CLASS_{each.name}") for each in Priority}
@@ -33,8 +33,8 @@ def encode_event(item: object) -> session_pb2.SessionResponse:
         case Rejected(handle=handle, error=error):
             rejection = session_pb2.Rejection(handle=handle, status=to_status(error))
             return session_pb2.SessionResponse(rejection=rejection)
-        case HeartbeatReply(nonce=nonce):
-            return session_pb2.SessionResponse(heartbeat=session_pb2.Heartbeat(nonce=nonce))
+        case session_pb2.Heartbeat():
+            return session_pb2.SessionResponse(heartbeat=item)
         case observe_pb2.Load():
             return session_pb2.SessionResponse(load=item)
     raise TypeError(f"no message for {type(item).__name__}")

@@ -24,9 +24,7 @@ from tokasaurus.scheduler.v1 import generate_pb2
 _MOST_STOP_STRINGS = 16
 _LONGEST_STOP_BYTES = 4096
 _MOST_TOP_LOGPROBS = 20
-_LONGEST_ID = 256
-_LONGEST_LENGTH_CLASS = 64
-_LONGEST_FAIRNESS_KEY = 256
+_LONGEST = {"request_id": 256, "length_class": 64, "fairness_key": 256}  # characters
 _PRIORITIES = {encoded: each for each, encoded in PRIORITIES.items()}
 _PRIORITIES[generate_pb2.PRIORITY_CLASS_UNSPECIFIED] = Priority.NORMAL
 _random = random.Random()  # seeded once; the system's generator would take more time than all other fields
@@ -56,9 +54,9 @@ def read_request(
 
     Raises ``InvalidRequest`` naming the field.
     """
-    _check_length(message, "request_id", _LONGEST_ID)
-    _check_length(message, "length_class", _LONGEST_LENGTH_CLASS)
-    _check_length(message, "fairness_key", _LONGEST_FAIRNESS_KEY)
+    for name, most in _LONGEST.items():
+        if (given := len(getattr(message, name))) > most:
+            raise InvalidRequest(f"{name} has {given} characters: expected at most {most}", field=name)
     if message.priority not in _PRIORITIES:
         raise InvalidRequest(f"priority {message.priority} is not a PriorityClass", field="priority")
     if message.admission not in _MODES:
@@ -273,9 +271,3 @@ def _deadline_ms(message: generate_pb2.GenerateRequest) -> int | None:
     if message.HasField("deadline_unix_ms"):
         return now + message.deadline_unix_ms - time.time_ns() // 1_000_000
     return None
-
-
-def _check_length(message: generate_pb2.GenerateRequest, name: str, most: int) -> None:
-    given = len(getattr(message, name))
-    if given > most:
-        raise InvalidRequest(f"{name} has {given} characters: expected at most {most}", field=name)

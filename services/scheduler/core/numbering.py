@@ -1,6 +1,6 @@
 """Small numbers for hashable keys, so that arrays over slots can hold them."""
 
-from collections.abc import Hashable, ItemsView
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -10,18 +10,14 @@ class Numbering(Generic[K]):
     """Numbers of the keys that have users. The number of a key without users is reused. Owned by the core."""
 
     def __init__(self) -> None:
-        self._numbers: dict[K, int] = {}
+        self.numbers: dict[K, int] = {}  # by key; callers only read it
         self._users: list[int] = []
         self._free: list[int] = []
-
-    def __len__(self) -> int:
-        """Return the number of keys."""
-        return len(self._numbers)
 
     @property
     def only(self) -> K | None:
         """The only key, or None if there are several or none."""
-        return next(iter(self._numbers)) if len(self._numbers) == 1 else None
+        return next(iter(self.numbers)) if len(self.numbers) == 1 else None
 
     @property
     def size(self) -> int:
@@ -30,36 +26,28 @@ class Numbering(Generic[K]):
 
     def acquire(self, key: K, users: int) -> int:
         """Add ``users`` users of ``key``. Return its number."""
-        number = self._numbers.get(key)
+        number = self.numbers.get(key)
         if number is None:
             if self._free:
                 number = self._free.pop()
             else:
                 number = len(self._users)
                 self._users.append(0)
-            self._numbers[key] = number
+            self.numbers[key] = number
         self._users[number] += users
         return number
 
     def release(self, key: K) -> int | None:
         """Remove one user of ``key``. Return the number of the key if this was the last user."""
-        number = self._numbers[key]
+        number = self.numbers[key]
         self._users[number] -= 1
         if self._users[number]:
             return None
-        del self._numbers[key]
+        del self.numbers[key]
         self._free.append(number)
         return number
 
-    def number(self, key: K) -> int | None:
-        """Return the number of ``key``, or None if it has no users."""
-        return self._numbers.get(key)
-
-    def items(self) -> ItemsView[K, int]:
-        """Return the keys and their numbers."""
-        return self._numbers.items()
-
     def users(self, key: K) -> int:
         """Return the number of users of ``key``."""
-        number = self._numbers.get(key)
+        number = self.numbers.get(key)
         return 0 if number is None else self._users[number]

@@ -99,7 +99,7 @@ class State:
     def several_keys(self) -> bool:
         """True if requests of more than one fairness key run or wait."""
         keys = self.pool.running_keys
-        return len(keys) > 1 or self.queue.waiting.has_other_key(keys.only)
+        return len(keys.numbers) > 1 or self.queue.waiting.has_other_key(keys.only)
 
     def in_order(self, most: int) -> list[Sample]:
         """Return the next ``most`` waiting samples in the order of service.

@@ -18,7 +18,7 @@ from services.scheduler.core.future.admission import PageForecast, forecast_page
 from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.engine.events import Events, HeartbeatReply, PlanEvent, Rejected
+from services.scheduler.engine.events import Events, PlanEvent, Rejected
 from services.scheduler.engine.inbox import Call, Inbox
 from services.scheduler.engine.load import read_load
 from services.scheduler.engine.pace import Pace
@@ -29,7 +29,7 @@ from services.scheduler.engine.step_timeout import StepTimeout
 from services.scheduler.engine.submission import log_failures, submit_request
 from services.scheduler.record.recorder import Recorder
 from services.scheduler.workers.stream import ReceivedResult, WorkerStream
-from tokasaurus.scheduler.v1 import observe_pb2
+from tokasaurus.scheduler.v1 import observe_pb2, session_pb2
 from tokasaurus.worker.v1 import worker_pb2
 
 log = structlog.get_logger(__name__)
@@ -119,7 +119,7 @@ class EngineLoop:
         self._inbox.put_request(lambda: self._core.cancel(sink, handles))
 
     def heartbeat(self, sink: int, nonce: int) -> None:
-        self._inbox.put_request(lambda: self._events.append((sink, HeartbeatReply(nonce))))
+        self._inbox.put_request(lambda: self._events.append((sink, session_pb2.Heartbeat(nonce=nonce))))
 
     @property
     def backlog(self) -> int:
@@ -237,7 +237,9 @@ class EngineLoop:
         if self._core.plans_in_flight == 1:
             self._step_timeout.restart(time.monotonic())
         if self.watchers:
-            self._events.append((None, PlanEvent.of(plan, self._core)))
+            state, in_flight = self._core.state, self._core.plans_in_flight
+            event = PlanEvent(plan, len(state.queue.waiting), state.pool.pages.in_use, in_flight)
+            self._events.append((None, event))
 
     def _deliver_events(self) -> None:
         log_failures(self._core)

@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from dataclasses import dataclass
 
 from services.scheduler.engine.step_times import StepTimes
 
@@ -96,14 +97,12 @@ class Pace:
         return left - self._lead * self.step_s < full.plan_s
 
 
+@dataclass(slots=True, eq=False)
 class _Kind:
     """Smoothed durations for one kind of plan. 0 if unknown."""
 
-    __slots__ = ("plan_s", "step_s")
-
-    def __init__(self) -> None:
-        self.plan_s = 0.0  # time to build and send it
-        self.step_s = 0.0  # duration of its step
+    plan_s: float = 0.0  # time to build and send it
+    step_s: float = 0.0  # duration of its step
 
 
 def _smooth(old: float, new: float) -> float:

@@ -195,4 +195,4 @@ def check_cancelled(driver: Driver) -> None:
     while driver.answer():
         pass
     assert driver.core.state.pool.pages.in_use == 0
-    assert len(driver.core.state.pool.running_keys) == 0
+    assert not driver.core.state.pool.running_keys.numbers

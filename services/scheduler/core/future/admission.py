@@ -1,5 +1,7 @@
 """Decides which waiting samples may run now, so that the forecast stays within the pool at every step."""
 
+from bisect import bisect_left
+
 import numpy as np
 
 from services.scheduler.core.future.forecast import Forecast, Sequences, growth, running_sequences
@@ -45,15 +47,12 @@ class AdmissionControl:
 
     def fitting(self, candidates: Sequences, classes: np.ndarray) -> int:
         """Return how many of the first candidates fit, by bisection, as no candidate lowers the forecast."""
-        fits, fails, trial = 0, len(classes) + 1, len(classes)
-        while fails - fits > 1:
-            first = np.arange(trial)
-            if self.fits(candidates.take(first), classes[first]):
-                fits = trial
-            else:
-                fails = trial
-            trial = (fits + fails) // 2
-        return fits
+
+        def too_many(count: int) -> bool:
+            return not self.fits(candidates.take(np.arange(count)), classes[:count])
+
+        most = len(classes)
+        return most if most == 0 or not too_many(most) else bisect_left(range(1, most), True, key=too_many)
 
     def _behind(self, candidates: Sequences, classes: np.ndarray, head: int) -> list[int]:
         """Return the candidates after ``head`` that fit beside all candidates before it and its reservation.

@@ -81,7 +81,7 @@ class TimeSharing:
         np.minimum.at(priorities, slots.key[running], slots.priority[running])
         found = {
             key: _Demand(key, int(priorities[number]), int(tokens[number]), number, int(left[number]))
-            for key, number in state.pool.running_keys.items()
+            for key, number in state.pool.running_keys.numbers.items()
         }
         for priority, key, given in state.queue.waiting.flows():
             known = found.get(key) or _Demand(key, int(priority), 0, -1, 0)

@@ -97,7 +97,7 @@ class Planner:
         tokens = np.bincount(slots.key[rows] * classes + slots.priority[rows], weights=weights,
                              minlength=state.pool.running_keys.size * classes)  # fmt: skip
         computed: dict[str, int] = {}
-        for key, number in state.pool.running_keys.items():
+        for key, number in state.pool.running_keys.numbers.items():
             of_classes = tokens[number * classes : (number + 1) * classes]
             computed[key] = int(of_classes.sum())
             for priority in Priority:

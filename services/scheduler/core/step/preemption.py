@@ -47,7 +47,7 @@ class Preemption:
     def _preempt_for_keys(self, plan: PlannedStep) -> None:
         """Preempt sequences of keys that have more than their fair share, for keys that are next and have little."""
         state, slots, keys = self._state, self._state.pool.slots, self._state.pool.running_keys
-        active = {key for _, key, _ in state.queue.waiting.flows()}.union(key for key, _ in keys.items())
+        active = {key for _, key, _ in state.queue.waiting.flows()}.union(keys.numbers)
         fair = max(1, state.pool.shape.max_running // len(active))
         most = max(1, min(fair, state.pool.shape.max_running // _KEY_SHARE))
         short = self._short_of_slots(most, state.queue.recent.behind(active))
@@ -58,7 +58,7 @@ class Preemption:
         pages = np.bincount(slots.key[running], weights=slots.page_count[running], minlength=keys.size)
         ahead = (count > fair) | (pages * len(active) > state.pool.pages.size)
         for sample in short:
-            if (number := keys.number(sample.request.fairness_key)) is not None:
+            if (number := keys.numbers.get(sample.request.fairness_key)) is not None:
                 ahead[number] = False
         may = ahead[slots.key[running]] & ~slots.guaranteed[running]
         may &= slots.known[running] >= slots.protected_until[running]

@@ -16,7 +16,7 @@ class StopTokens:
 
     def acquire(self, tokens: frozenset[int], users: int) -> int:
         """Return the number of a set, for ``users`` more users."""
-        known = self._sets.number(tokens) is not None
+        known = tokens in self._sets.numbers
         row = self._sets.acquire(tokens, users)
         if not known:
             if row == len(self._bits):
