@@ -1,7 +1,8 @@
 """Delivers events of the step loop to streams."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import TypeVar
@@ -63,8 +64,9 @@ class Hub:
         for mailbox in self._mailboxes.values():
             mailbox.close(error)
 
-    def watch(self) -> "asyncio.Queue[PlanEvent]":
-        """Return a queue that gets each plan from now on, until ``unwatch``.
+    @contextmanager
+    def watching(self) -> "Iterator[asyncio.Queue[PlanEvent]]":
+        """Yield a queue that gets each plan while the block runs.
 
         The number of watchers is limited, because each takes time of the event loop in every step. Raises
         ``Overloaded``.
@@ -78,11 +80,11 @@ class Hub:
         queue: asyncio.Queue[PlanEvent] = asyncio.Queue(_WATCHED_PLANS)
         self._watchers.add(queue)
         self.engine.watchers = len(self._watchers)
-        return queue
-
-    def unwatch(self, queue: "asyncio.Queue[PlanEvent]") -> None:
-        self._watchers.discard(queue)
-        self.engine.watchers = len(self._watchers)
+        try:
+            yield queue
+        finally:
+            self._watchers.discard(queue)
+            self.engine.watchers = len(self._watchers)
 
     async def ask(self, call: Callable[[Scheduler], T]) -> T:
         """Return the result of ``call(core)``, which runs on the step loop."""

@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 
 import structlog
 
@@ -20,11 +21,12 @@ from services.scheduler.api.send_timeout import SendTimeout
 from services.scheduler.api.session import SessionStream
 from services.scheduler.api.spending import Spending
 from services.scheduler.api.validation import read_message
-from services.scheduler.core.future.estimate import Estimate, estimate
-from services.scheduler.core.future.overview import Overview, read_overview
+from services.scheduler.core.future.estimate import estimate
+from services.scheduler.core.future.overview import read_overview
 from services.scheduler.core.life.intake import resolve_limit
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.state import State
 from services.scheduler.grammar.checker import GrammarChecker
 from services.scheduler.grammar.message import name_of
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, scheduler_pb2_grpc, session_pb2
@@ -90,14 +92,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         shape = self._model.shape
         match request.WhichOneof("subject"):
             case "request_id":
-                found, step_s = await self._hub.ask(lambda core: _look_up(core, request.request_id, key))
+                find = partial(_unfinished, request_id=request.request_id, key=key)
+                found, step_s = await self._hub.ask(lambda core: (estimate(_attached(core), find(core)), core.step_s))
             case "request":
                 self._access.sign(request.request, key)
                 subject = await read_message(request.request, self._model)
                 if grammar := subject.sampling.grammar:
                     await self._grammar_checker.check(grammar, name_of(request.request.sampling.grammar))
                 subject.limit = resolve_limit(subject, shape)
-                found, step_s = await self._hub.ask(lambda core: (_look(core, subject), core.step_s))
+                found, step_s = await self._hub.ask(lambda core: (estimate(_attached(core), subject), core.step_s))
             case _:
                 raise InvalidRequest("set request_id or request", field="subject")
         response = observe_pb2.ForecastResponse(start_step=found.start, finish_step=found.finish)
@@ -114,7 +117,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         most = request.most if request.HasField("most") else _LISTED
         if most > _MOST_LISTED:
             raise InvalidRequest(f"most is {most}: expected 0 to {_MOST_LISTED}", field="most")
-        overview, step_s = await self._hub.ask(lambda core: (_overview(core, most), core.step_s))
+        now_ns = time.monotonic_ns()
+        overview, step_s = await self._hub.ask(lambda core: (read_overview(_attached(core), most, now_ns), core.step_s))
         response = encode_overview(overview)
         if step_s:
             response.step_seconds = step_s
@@ -166,12 +170,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return observe_pb2.DetokenizeResponse(text=text)
 
     async def _plans(self) -> AsyncGenerator[observe_pb2.WatchPlansResponse, None]:
-        plans = self._hub.watch()
-        try:
+        with self._hub.watching() as plans:
             while True:
                 yield encode_plan_event(await plans.get())
-        finally:
-            self._hub.unwatch(plans)
 
     @contextmanager
     def _running(self, context: AnyContext) -> Iterator[Key | None]:
@@ -181,11 +182,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             yield key
 
 
-def _look_up(core: Scheduler, request_id: str, key: Key | None) -> tuple[Estimate, float]:
+def _unfinished(core: Scheduler, request_id: str, key: Key | None) -> Request:
     request = core.state.queue.requests.get(request_id)
     if request is None or (key is not None and request.fairness_key != key.name):
         raise _not_found(request_id)
-    return _look(core, request), core.step_s
+    return request
 
 
 def _not_found(request_id: str) -> NotFound:
@@ -193,19 +194,11 @@ def _not_found(request_id: str) -> NotFound:
     return NotFound(f"no unfinished request has the id {request_id[:100]!r}", field="request_id")
 
 
-def _look(core: Scheduler, subject: Request) -> Estimate:
-    _check_attached(core)
-    return estimate(core.state, subject)
-
-
-def _overview(core: Scheduler, most: int) -> Overview:
-    _check_attached(core)
-    return read_overview(core.state, most, time.monotonic_ns())
-
-
-def _check_attached(core: Scheduler) -> None:
+def _attached(core: Scheduler) -> State:
+    """Return the core's state. Raises ``Unavailable`` until a worker has connected."""
     if not core.state.attached:
         raise Unavailable("the worker has not connected yet; try again")
+    return core.state
 
 
 def _check_horizon(steps: int) -> None:

@@ -11,7 +11,6 @@ from services.common.plan.result import StepResult
 from services.common.plan.result_rules import BrokenResult, check_result
 from services.common.plan.types import WorkerLimits
 from services.scheduler.core.future.admission import AdmissionControl
-from services.scheduler.core.life.ending import Ending
 from services.scheduler.core.life.intake import Intake
 from services.scheduler.core.life.lifecycle import Lifecycle
 from services.scheduler.core.life.quarantine import Quarantine
@@ -69,7 +68,7 @@ class Scheduler:
         for sample in list(state.queue.waiting):
             if sample.request.limit > min(shape.max_context_tokens, shape.pool_tokens + 1):
                 error = Internal("the worker came back smaller than the one that accepted this request; send it again")
-                self._lifecycle.finish([Ending(sample, FinishReason.ERROR, error=error)])
+                self._lifecycle.end([sample], FinishReason.ERROR, error)
         self.quarantine.worker_attached(self._intake.canary)
 
     def detach(self) -> None:
@@ -125,7 +124,7 @@ class Scheduler:
         request = self.state.queue.requests.get(request_id)
         live = [] if request is None else [sample for sample in request.samples if not sample.finished]
         error = Cancelled("an operator ended this request")
-        self._lifecycle.finish([Ending(sample, FinishReason.CANCELLED, error=error) for sample in live])
+        self._lifecycle.end(live, FinishReason.CANCELLED, error)
         self._end_broken()
         return len(live)
 
@@ -151,13 +150,12 @@ class Scheduler:
         while self.state.queue.broken:  # ending a request may add others
             request, error = self.state.queue.broken.popitem()
             failures.setdefault(request.request_id, error)
-            live = [sample for sample in request.samples if not sample.finished]
-            self._lifecycle.finish([Ending(sample, FinishReason.ERROR, error=Internal.logged()) for sample in live])
+            self._lifecycle.end(request.samples, FinishReason.ERROR, Internal.logged())
         return any_broken
 
     def _end(self, samples: Sequence[Sample], reason: FinishReason) -> None:
         """End the unfinished samples among ``samples``."""
-        self._lifecycle.finish([Ending(sample, reason) for sample in samples if not sample.finished])
+        self._lifecycle.end(samples, reason)
         self._end_broken()
 
     # -- steps

@@ -1,12 +1,12 @@
 """Moves samples into slots and out of them. This is the Python that runs once for each sequence."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from services.common.errors import Internal
+from services.common.errors import Internal, TokaError
 from services.scheduler.core.life.ending import Ending, finish_of
 from services.scheduler.core.life.entry import Entry, Lengths, Placed, Prepared
 from services.scheduler.core.life.sharing import Sharing
@@ -134,6 +134,10 @@ class Lifecycle:
                 counters.recomputed_tokens += min(sample.computed_before, len(entry.tokens)) - entry.cached
 
     # -- ends and preemption
+
+    def end(self, samples: Iterable[Sample], reason: FinishReason, error: TokaError | None = None) -> None:
+        """End the unfinished samples among ``samples``."""
+        self.finish([Ending(sample, reason, error=error) for sample in samples if not sample.finished])
 
     def finish(self, endings: Sequence[Ending]) -> None:
         """End samples, whether they run or wait, and output their ends."""

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable
 
 from services.common.errors import Internal
-from services.scheduler.core.life.ending import Ending
 from services.scheduler.core.life.lifecycle import Lifecycle
 from services.scheduler.core.request import FinishReason, Sample
 from services.scheduler.core.state import State
@@ -136,8 +135,7 @@ class Quarantine:
             reason="QUARANTINED",
         )
         self._state.queue.failures[sample.request.request_id] = error
-        samples = [each for each in sample.request.samples if not each.finished]
-        self._lifecycle.finish([Ending(each, FinishReason.ERROR, error=error) for each in samples])
+        self._lifecycle.end(sample.request.samples, FinishReason.ERROR, error)
 
 
 def _divided(samples: list[Sample]) -> list[list[Sample]]:

@@ -12,7 +12,6 @@ from services.scheduler.core.future.admission import AdmissionControl
 from services.scheduler.core.future.forecast import Sequences
 from services.scheduler.core.future.prediction import Prediction
 from services.scheduler.core.future.time_sharing import KeyTimeSlice
-from services.scheduler.core.life.ending import Ending
 from services.scheduler.core.life.entry import Entry, Lengths, Prepared
 from services.scheduler.core.life.lifecycle import Lifecycle
 from services.scheduler.core.memory.prefix_tree import PageName
@@ -331,7 +330,7 @@ class Prefill:
             return []
         if not released:
             error = Internal("the sequence does not fit the KV cache by itself")
-            self._lifecycle.finish([Ending(head, FinishReason.ERROR, error=error)])
+            self._lifecycle.end([head], FinishReason.ERROR, error)
         return self.admit(plan, budget, now_ns, time_slice)
 
 

@@ -116,7 +116,7 @@ class Results:
         for failure in result.failures:
             if slots.active[failure.slot] and slots.admitted_step[failure.slot] <= result.step:
                 sample = slots.samples[failure.slot]
-                self._lifecycle.finish([Ending(sample, FinishReason.ERROR, error=_error_of(failure, sample))])
+                self._lifecycle.end([sample], FinishReason.ERROR, _error_of(failure, sample))
 
 
 def _error_of(failure: SlotFailure, sample: Sample) -> TokaError:
