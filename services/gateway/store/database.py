@@ -3,95 +3,28 @@
 import asyncio
 import os
 import sqlite3
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from sqlalchemy import Connection, CursorResult, Table, UpdateBase, insert, inspect, select, text, update
+from sqlalchemy import Connection, CursorResult, UpdateBase, insert, inspect, select, text, update
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+from sqlalchemy.schema import CreateColumn
 
 from services.common.boundaries import undo_on_error_async
 from services.common.errors import FailedPrecondition, StoreUnavailable
 from services.gateway.store.engines import LOCK_TIMEOUT_S, make_engine
 from services.gateway.store.health import StoreHealth, diagnose
-from services.gateway.store.tables import (
-    COMPLETED,
-    Base,
-    Chunk,
-    SchemaVersion,
-    StoredBatch,
-    StoredChat,
-    StoredConversation,
-    StoredEvents,
-    StoredFile,
-    StoredItem,
-    StoredResponse,
-    StoredTry,
-)
+from services.gateway.store.tables import Base, SchemaVersion
 
+# Version of the schema in ``tables``. Raise it with each change there. So far, every change has only added tables,
+# columns with defaults, and indexes, which ``_add_missing`` does from any older version.
+SCHEMA_VERSION = 6
 # SQL states of transient errors: lost connections, deadlocks, a full or stopping server.
 _TRANSIENT = ("08", "40", "53", "57")
 MIGRATION_LOCK = 0x746F6B61  # number of the advisory lock of PostgreSQL that a migration holds
-
-
-def _version_1(connection: Connection) -> None:
-    Base.metadata.create_all(connection)
-
-
-def _version_2(connection: Connection) -> None:
-    StoredResponse.__table__.create(connection, checkfirst=True)  # a new store has the table
-
-
-def _version_3(connection: Connection) -> None:
-    StoredTry.__table__.create(connection, checkfirst=True)
-    for table in (StoredFile.__table__, StoredResponse.__table__, StoredBatch.__table__):
-        _add_column(connection, table, "key_name", "''")
-        for index in table.indexes:
-            if "key_name" in index.columns:  # other indexes may need columns of a later version
-                index.create(connection, checkfirst=True)
-
-
-def _version_4(connection: Connection) -> None:
-    for table in (StoredBatch.__table__, Chunk.__table__):
-        _add_column(connection, table, "reasoning_tokens", "0")
-
-
-def _version_5(connection: Connection) -> None:
-    for table in (StoredEvents, StoredConversation, StoredItem, StoredChat):
-        table.__table__.create(connection, checkfirst=True)
-    responses = StoredResponse.__table__
-    _add_column(connection, responses, "status", f"'{COMPLETED}'")
-    _add_column(connection, responses, "owner", None)
-    _add_column(connection, responses, "lease_until", None)
-    for index in responses.indexes:
-        index.create(connection, checkfirst=True)
-
-
-def _version_6(connection: Connection) -> None:
-    for table in (StoredFile.__table__, StoredChat.__table__, StoredBatch.__table__):
-        for index in table.indexes:
-            index.create(connection, checkfirst=True)
-
-
-def _add_column(connection: Connection, table: Table, name: str, default: str | None) -> None:
-    """Add a column unless the table has it. It is NOT NULL with ``default``, or may be NULL if ``default`` is None."""
-    if name not in {column["name"] for column in inspect(connection).get_columns(table.name)}:
-        kind = table.c[name].type.compile(connection.dialect)
-        rest = "" if default is None else f" DEFAULT {default} NOT NULL"
-        connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {name} {kind}{rest}"))
-
-
-# The n-th function migrates the schema from version n - 1 to version n. Append only.
-MIGRATIONS: tuple[Callable[[Connection], None], ...] = (
-    _version_1,
-    _version_2,
-    _version_3,
-    _version_4,
-    _version_5,
-    _version_6,
-)
 
 
 class Store:
@@ -237,11 +170,11 @@ def _is_current(connection: Connection) -> bool:
     """
     if not inspect(connection).has_table(SchemaVersion.__tablename__):
         return False
-    return connection.execute(select(SchemaVersion.version).with_for_update(read=True)).scalar() == len(MIGRATIONS)
+    return connection.execute(select(SchemaVersion.version).with_for_update(read=True)).scalar() == SCHEMA_VERSION
 
 
 def _migrate(connection: Connection) -> None:
-    """Run the migrations that the database lacks. Raises FailedPrecondition for the schema of a newer program."""
+    """Bring the schema to this program's version. Raises FailedPrecondition for the schema of a newer program."""
     if connection.dialect.name == "postgresql":
         connection.execute(text(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})"))
     Base.metadata.create_all(connection, tables=[SchemaVersion.__table__])
@@ -249,14 +182,29 @@ def _migrate(connection: Connection) -> None:
     if version is None:
         connection.execute(insert(SchemaVersion).values(id=1, version=0))
         version = 0
-    if version > len(MIGRATIONS):
+    if version > SCHEMA_VERSION:
         raise FailedPrecondition(
-            f"the store has schema version {version}, and this program knows {len(MIGRATIONS)}: a newer program made"
+            f"the store has schema version {version}, and this program knows {SCHEMA_VERSION}: a newer program made"
             f" {connection.engine.url.database}; run that, or name another store with store_url="
         )
-    for migrate in MIGRATIONS[version:]:
-        migrate(connection)
-    connection.execute(update(SchemaVersion).values(version=len(MIGRATIONS)))
+    if version < SCHEMA_VERSION:
+        _add_missing(connection)
+    # Written at each start, so that a database that is read-only fails here.
+    connection.execute(update(SchemaVersion).values(version=SCHEMA_VERSION))
+
+
+def _add_missing(connection: Connection) -> None:
+    """Add the tables, columns and indexes that the database lacks. Existing rows get the defaults of new columns."""
+    Base.metadata.create_all(connection)
+    found = inspect(connection)
+    for table in Base.metadata.tables.values():
+        known = {column["name"] for column in found.get_columns(table.name)}
+        for column in table.columns:
+            if column.name not in known:
+                added = CreateColumn(column).compile(dialect=connection.dialect)
+                connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {added}"))
+        for index in table.indexes:
+            index.create(connection, checkfirst=True)
 
 
 def _is_transient(error: Exception) -> bool:

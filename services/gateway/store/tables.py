@@ -26,7 +26,7 @@ class Base(DeclarativeBase):
 
 
 class SchemaVersion(Base):
-    """The schema version, in one row: the number of completed migrations."""
+    """The schema version, in one row: see ``database.SCHEMA_VERSION``."""
 
     __tablename__ = "toka_schema"
 
