@@ -34,31 +34,45 @@ class SchemaVersion(Base):
     version: Mapped[int] = mapped_column(Integer)
 
 
-def _key_name() -> Mapped[str]:
-    """Name of the API key that owns the row. Only that key can read it. Empty if authentication is off."""
-    return mapped_column(String(64), default="", server_default="")
+class Listed:
+    """The first columns of objects that are listed in the order of ``seq``."""
+
+    seq: Mapped[int] = mapped_column(Serial, primary_key=True, autoincrement=True, sort_order=-4)
+    id: Mapped[str] = mapped_column(String(64), sort_order=-3)
 
 
-def _reasoning_tokens() -> Mapped[int]:
-    """Reasoning tokens, included in the completion tokens. Gateways of older versions do not count them."""
-    return mapped_column(BigInteger, default=0, server_default="0")
+class Owned(Listed):
+    """The first columns of objects that belong to an API key."""
+
+    id: Mapped[str] = mapped_column(String(64), unique=True, sort_order=-3)
+    created_at: Mapped[int] = mapped_column(BigInteger, sort_order=-2)
+    # Name of the API key that owns the row. Only that key can read it. Empty if authentication is off.
+    key_name: Mapped[str] = mapped_column(String(64), default="", server_default="", sort_order=-1)
 
 
-class StoredFile(Base):
+class Counted:
+    """Columns with the numbers of lines that have ended, and of their tokens."""
+
+    completed: Mapped[int] = mapped_column(Integer, default=0)
+    failed: Mapped[int] = mapped_column(Integer, default=0)
+    prompt_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    completion_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    # Included in the completion tokens. Gateways of older versions do not count them.
+    reasoning_tokens: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+
+
+class StoredFile(Owned, Base):
     """A file. Its content is the blob of that name."""
 
     __tablename__ = "toka_files"
 
-    seq: Mapped[int] = mapped_column(Serial, primary_key=True, autoincrement=True)
-    id: Mapped[str] = mapped_column(String(64), unique=True)
     filename: Mapped[str] = mapped_column(String(1024))
     purpose: Mapped[str] = mapped_column(String(32))
     status: Mapped[str] = mapped_column(String(16))
     blob: Mapped[str] = mapped_column(String(160))
     bytes: Mapped[int] = mapped_column(BigInteger)
-    created_at: Mapped[int] = mapped_column(BigInteger)
     expires_at: Mapped[int | None] = mapped_column(BigInteger, index=True)
-    key_name: Mapped[str] = _key_name()
 
     __table_args__ = (
         Index("toka_files_key", "key_name", "seq"),
@@ -67,7 +81,7 @@ class StoredFile(Base):
     )
 
 
-class StoredResponse(Base):
+class StoredResponse(Owned, Base):
     """A response of ``/v1/responses``, and the conversation that it answers.
 
     While a background response is ``queued`` or ``in_progress``, the gateway ``owner`` generates it and extends
@@ -76,13 +90,9 @@ class StoredResponse(Base):
 
     __tablename__ = "toka_responses"
 
-    seq: Mapped[int] = mapped_column(Serial, primary_key=True, autoincrement=True)
-    id: Mapped[str] = mapped_column(String(64), unique=True)
     body: Mapped[bytes] = mapped_column(Bytes)  # JSON, as sent to the client
     items: Mapped[bytes] = mapped_column(Bytes)  # JSON: a list of items
-    created_at: Mapped[int] = mapped_column(BigInteger)
     expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
-    key_name: Mapped[str] = _key_name()
     status: Mapped[str] = mapped_column(String(16), default=COMPLETED, server_default=COMPLETED)
     owner: Mapped[str | None] = mapped_column(String(160))
     lease_until: Mapped[float | None] = mapped_column(Double, index=True)  # None: no gateway works on it
@@ -99,29 +109,23 @@ class StoredEvents(Base):
     created_at: Mapped[int] = mapped_column(BigInteger, index=True)
 
 
-class StoredConversation(Base):
+class StoredConversation(Owned, Base):
     """A conversation of ``/v1/conversations``. ``expires_at`` moves each time it changes."""
 
     __tablename__ = "toka_conversations"
 
-    seq: Mapped[int] = mapped_column(Serial, primary_key=True, autoincrement=True)
-    id: Mapped[str] = mapped_column(String(64), unique=True)
     labels: Mapped[dict[str, str] | None] = mapped_column(JSON)  # OpenAI's ``metadata``
     items: Mapped[int] = mapped_column(Integer, default=0)  # number of its items
     bytes: Mapped[int] = mapped_column(BigInteger, default=0)  # of its items' JSON
-    created_at: Mapped[int] = mapped_column(BigInteger)
     expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
-    key_name: Mapped[str] = _key_name()
 
 
-class StoredItem(Base):
+class StoredItem(Listed, Base):
     """An item of a conversation. Items are in the order of ``seq``."""
 
     __tablename__ = "toka_conversation_items"
 
-    seq: Mapped[int] = mapped_column(Serial, primary_key=True, autoincrement=True)
     conversation_seq: Mapped[int] = mapped_column(BigInteger)
-    id: Mapped[str] = mapped_column(String(64))
     body: Mapped[bytes] = mapped_column(Bytes)  # JSON
 
     __table_args__ = (
@@ -130,20 +134,16 @@ class StoredItem(Base):
     )
 
 
-class StoredChat(Base):
+class StoredChat(Owned, Base):
     """A chat completion with ``store: true``, and the messages that it answers."""
 
     __tablename__ = "toka_chats"
 
-    seq: Mapped[int] = mapped_column(Serial, primary_key=True, autoincrement=True)
-    id: Mapped[str] = mapped_column(String(64), unique=True)
     body: Mapped[bytes] = mapped_column(Bytes)  # JSON, without ``metadata``
     items: Mapped[bytes] = mapped_column(Bytes)  # JSON: a list of messages
     model: Mapped[str] = mapped_column(String(512))
     labels: Mapped[dict[str, str] | None] = mapped_column(JSON)  # OpenAI's ``metadata``
-    created_at: Mapped[int] = mapped_column(BigInteger)
     expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
-    key_name: Mapped[str] = _key_name()
 
     __table_args__ = (
         Index("toka_chats_key", "key_name", "seq"),
@@ -166,13 +166,11 @@ class StoredTry(Base):
     created_at: Mapped[int] = mapped_column(BigInteger, index=True)
 
 
-class StoredBatch(Base):
+class StoredBatch(Owned, Counted, Base):
     """A Batch job. ``owner`` validates or finishes it until ``lease_until``. ``Chunk`` has the leases of its lines."""
 
     __tablename__ = "toka_batches"
 
-    seq: Mapped[int] = mapped_column(Serial, primary_key=True, autoincrement=True)
-    id: Mapped[str] = mapped_column(String(64), unique=True)
     pool: Mapped[str] = mapped_column(String(512))  # gateways of this pool serve its model
     endpoint: Mapped[str] = mapped_column(String(128))
     input_file_id: Mapped[str] = mapped_column(String(64), index=True)
@@ -186,7 +184,6 @@ class StoredBatch(Base):
     status: Mapped[str] = mapped_column(String(16), index=True)
     ending: Mapped[str | None] = mapped_column(String(16))  # while finalizing: the status that comes next
     errors: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON)
-    created_at: Mapped[int] = mapped_column(BigInteger)
     expires_at: Mapped[int] = mapped_column(BigInteger)
     in_progress_at: Mapped[int | None] = mapped_column(BigInteger)
     finalizing_at: Mapped[int | None] = mapped_column(BigInteger)
@@ -198,20 +195,13 @@ class StoredBatch(Base):
     output_file_id: Mapped[str | None] = mapped_column(String(64))
     error_file_id: Mapped[str | None] = mapped_column(String(64))
 
-    # Set at the end. While lines run, the counts are in their chunks.
+    # The counts are set at the end. While lines run, they are in their chunks.
     total: Mapped[int] = mapped_column(Integer, default=0)
-    completed: Mapped[int] = mapped_column(Integer, default=0)
-    failed: Mapped[int] = mapped_column(Integer, default=0)
-    prompt_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
-    cached_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
-    completion_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
-    reasoning_tokens: Mapped[int] = _reasoning_tokens()
 
     owner: Mapped[str | None] = mapped_column(String(160))
     lease_until: Mapped[float] = mapped_column(Double, default=0.0)
     attempt: Mapped[int] = mapped_column(Integer, default=0)  # number of leases so far, part of the names of its blobs
     purged: Mapped[bool] = mapped_column(default=False)  # its chunks and results are deleted
-    key_name: Mapped[str] = _key_name()
 
     __table_args__ = (
         Index("toka_batches_key", "key_name", "seq"),
@@ -221,7 +211,7 @@ class StoredBatch(Base):
     )
 
 
-class Chunk(Base):
+class Chunk(Counted, Base):
     """Lines of a Batch job that are leased together. Only ``owner`` may write their results."""
 
     __tablename__ = "toka_chunks"
@@ -234,12 +224,6 @@ class Chunk(Base):
     done_at: Mapped[float | None] = mapped_column(Double)
     owner: Mapped[str | None] = mapped_column(String(160))
     lease_until: Mapped[float] = mapped_column(Double, default=0.0)
-    completed: Mapped[int] = mapped_column(Integer, default=0)
-    failed: Mapped[int] = mapped_column(Integer, default=0)
-    prompt_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
-    cached_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
-    completion_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
-    reasoning_tokens: Mapped[int] = _reasoning_tokens()
 
     __table_args__ = (
         Index("toka_chunks_open", "batch_seq", "done", "number"),
