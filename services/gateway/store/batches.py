@@ -7,11 +7,12 @@ from sqlalchemy import func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from services.common.errors import AlreadyExists, FailedPrecondition, InvalidRequest, InvalidValue, NotFound, Overloaded
+from services.common.errors import AlreadyExists, FailedPrecondition, InvalidValue, Overloaded
 from services.gateway.store.database import Store
-from services.gateway.store.files import find_file
+from services.gateway.store.files import FILES
 from services.gateway.store.forecast import RECENT_CHUNKS, BatchForecast, forecast
 from services.gateway.store.ids import now
+from services.gateway.store.owned import OwnedRows
 from services.gateway.store.tables import (
     ACTIVE,
     CANCELLING,
@@ -23,6 +24,7 @@ from services.gateway.store.tables import (
 
 MAX_UNFINISHED = 10_000  # Batch jobs of a key, of which ``work.MAX_ACTIVE_OF_KEY`` are in progress
 COUNTS = ("completed", "failed", "prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
+_BATCHES = OwnedRows(StoredBatch, StoredBatch.key_name, "batch", "batch_id")
 
 
 class Counts(NamedTuple):
@@ -66,7 +68,7 @@ class Batches:
     async def _add(self, batch: StoredBatch) -> None:
         async with self._store.writing() as session:
             await _check_room(session, batch.fairness_key)
-            file = await find_file(
+            file = await FILES.find(
                 session, batch.input_file_id, batch.key_name, field="input_file_id", locked=True, shared=True
             )
             if file.purpose != "batch":
@@ -80,26 +82,19 @@ class Batches:
     async def get(self, batch_id: str, key_name: str) -> Shown:
         """Return a Batch job. Raises ``NotFound``, also for another key's."""
         async with self._store.reading() as session:
-            [shown] = await _shown(session, [await _find(session, batch_id, key_name)])
+            [shown] = await _shown(session, [await _BATCHES.find(session, batch_id, key_name)])
             return shown
 
     async def page(self, *, key_name: str, after: str | None, limit: int) -> tuple[Sequence[Shown], bool]:
         """Return at most ``limit`` Batch jobs of a key after ``after``, newest first, and whether there are more."""
-        own = StoredBatch.key_name == key_name
-        query = select(StoredBatch).where(own).order_by(StoredBatch.seq.desc()).limit(limit + 1)
         async with self._store.reading() as session:
-            if after is not None:
-                last = await session.scalar(select(StoredBatch.seq).where(StoredBatch.id == after, own))
-                if last is None:
-                    raise InvalidRequest(f"after={after[:100]!r}: there is no such batch", field="after")
-                query = query.where(StoredBatch.seq < last)
-            found = (await session.scalars(query)).all()
-            return await _shown(session, found[:limit]), len(found) > limit
+            found, has_more = await _BATCHES.page(session, key_name, after=after, limit=limit, newest_first=True)
+            return await _shown(session, found), has_more
 
     async def cancel(self, batch_id: str, key_name: str) -> Shown:
         """Start no further lines of a Batch job. Raises ``NotFound``, and ``FailedPrecondition`` if it has ended."""
         async with self._store.writing() as session:
-            batch = await _find(session, batch_id, key_name, locked=True)
+            batch = await _BATCHES.find(session, batch_id, key_name, locked=True)
             if batch.status in (VALIDATING, IN_PROGRESS):
                 batch.status, batch.cancelling_at = CANCELLING, now()
             elif batch.status != CANCELLING:
@@ -164,11 +159,3 @@ def _forecast(
     done, at = counts.completed + counts.failed, now()
     began_at = batch.in_progress_at or at
     return forecast(counts.total - done, recent[batch.seq], at, lines_done=done, began_at=began_at)
-
-
-async def _find(session: AsyncSession, batch_id: str, key_name: str, *, locked: bool = False) -> StoredBatch:
-    query = select(StoredBatch).where(StoredBatch.id == batch_id, StoredBatch.key_name == key_name)
-    batch = await session.scalar(query.with_for_update() if locked else query)
-    if batch is None:
-        raise NotFound(f"there is no batch {batch_id[:100]!r}", field="batch_id", reason="BATCH_NOT_FOUND")
-    return batch

@@ -2,19 +2,24 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from sqlalchemy import select
-
-from services.common.errors import InvalidRequest, NotFound
 from services.gateway.store.database import Store
 from services.gateway.store.expiry import delete_some
 from services.gateway.store.ids import now
 from services.gateway.store.inserts import Inserts
+from services.gateway.store.owned import OwnedRows
 from services.gateway.store.responses import MAX_WAITING_BYTES
 from services.gateway.store.tables import StoredChat
 
 CHATS_EXPIRE_S = 30 * 24 * 3600
+_CHATS = OwnedRows(
+    StoredChat,
+    StoredChat.key_name,
+    "chat completion",
+    "completion_id",
+    ": it was not stored with store=true, was deleted, or is older than 30 days",
+    visible=lambda: StoredChat.expires_at > now(),
+)
 
 
 @dataclass(frozen=True)
@@ -56,21 +61,19 @@ class Chats:
     async def get(self, chat_id: str, key_name: str) -> StoredChat:
         """Return a chat completion. Raises ``NotFound``, also for another key's."""
         async with self._store.reading() as session:
-            return _found(await session.scalar(select(StoredChat).where(*_own(chat_id, key_name))), chat_id)
+            return await _CHATS.find(session, chat_id, key_name)
 
     async def update(self, chat_id: str, labels: dict[str, str] | None, key_name: str) -> StoredChat:
         """Replace the labels of a chat completion. Raises ``NotFound``."""
         async with self._store.writing() as session:
-            query = select(StoredChat).where(*_own(chat_id, key_name)).with_for_update()
-            chat = _found(await session.scalar(query), chat_id)
+            chat = await _CHATS.find(session, chat_id, key_name, locked=True)
             chat.labels = labels
             return chat
 
     async def delete(self, chat_id: str, key_name: str) -> None:
         """Delete a chat completion. Raises ``NotFound``."""
         async with self._store.writing() as session:
-            chat = _found(await session.scalar(select(StoredChat).where(*_own(chat_id, key_name))), chat_id)
-            await session.delete(chat)
+            await session.delete(await _CHATS.find(session, chat_id, key_name))
 
     async def page(
         self, key_name: str, wanted: ChatFilter, *, after: str | None, limit: int, newest_first: bool
@@ -79,37 +82,15 @@ class Chats:
 
         Raises ``InvalidRequest`` if there is no chat completion ``after``.
         """
-        query = select(StoredChat).where(StoredChat.key_name == key_name, StoredChat.expires_at > now())
+        conditions = [StoredChat.labels[name].as_string() == value for name, value in (wanted.labels or {}).items()]
         if wanted.model is not None:
-            query = query.where(StoredChat.model == wanted.model)
-        for name, value in (wanted.labels or {}).items():
-            query = query.where(StoredChat.labels[name].as_string() == value)
+            conditions.append(StoredChat.model == wanted.model)
         async with self._store.reading() as session:
-            if after is not None:
-                last = await session.scalar(select(StoredChat.seq).where(*_own(after, key_name)))
-                if last is None:
-                    raise InvalidRequest(f"after={after[:100]!r}: there is no such chat completion", field="after")
-                query = query.where(StoredChat.seq < last if newest_first else StoredChat.seq > last)
-            order = StoredChat.seq.desc() if newest_first else StoredChat.seq
-            found = (await session.scalars(query.order_by(order).limit(limit + 1))).all()
-            return found[:limit], len(found) > limit
+            return await _CHATS.page(
+                session, key_name, *conditions, after=after, limit=limit, newest_first=newest_first
+            )
 
     async def forget_expired(self) -> bool:
         """Delete a number of expired chat completions. Return whether there may be more."""
         async with self._store.writing() as session:
             return await delete_some(session, StoredChat, StoredChat.seq, StoredChat.expires_at <= now())
-
-
-def _own(chat_id: str, key_name: str) -> tuple[Any, ...]:
-    return StoredChat.id == chat_id, StoredChat.key_name == key_name, StoredChat.expires_at > now()
-
-
-def _found(chat: StoredChat | None, chat_id: str) -> StoredChat:
-    if chat is None:
-        raise NotFound(
-            f"there is no chat completion {chat_id[:100]!r}: it was not stored with store=true, was deleted, or is"
-            " older than 30 days",
-            field="completion_id",
-            reason="CHAT_COMPLETION_NOT_FOUND",
-        )
-    return chat

@@ -7,15 +7,25 @@ import orjson
 from sqlalchemy import delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from services.common.errors import InvalidRequest, InvalidValue, NotFound
+from services.common.errors import InvalidValue
 from services.gateway.store.database import Store
 from services.gateway.store.expiry import delete_some
 from services.gateway.store.ids import new_id, now
+from services.gateway.store.owned import OwnedRows
 from services.gateway.store.tables import StoredConversation, StoredItem
 
 CONVERSATIONS_EXPIRE_S = 30 * 24 * 3600  # after the last change
 MAX_ITEMS = 65_536  # of a conversation
 MAX_BYTES = 4 * 1024 * 1024  # of JSON in a conversation
+_CONVERSATIONS = OwnedRows(
+    StoredConversation,
+    StoredConversation.key_name,
+    "conversation",
+    "conversation_id",
+    ": it was deleted, or not used for 30 days",
+    visible=lambda: StoredConversation.expires_at > now(),
+)
+_ITEMS = OwnedRows(StoredItem, StoredItem.conversation_seq, "item", "item_id", " in the conversation")
 _MAX_ID_LENGTH = 64
 _DELETED_AT_ONCE = 100
 _ASKED_AT_ONCE = 500  # ids in a statement
@@ -52,12 +62,12 @@ class Conversations:
     async def get(self, conversation_id: str, key_name: str) -> StoredConversation:
         """Return a conversation. Raises ``NotFound``."""
         async with self._store.reading() as session:
-            return await _find(session, conversation_id, key_name)
+            return await _CONVERSATIONS.find(session, conversation_id, key_name)
 
     async def update(self, conversation_id: str, labels: dict[str, str] | None, key_name: str) -> StoredConversation:
         """Replace the labels of a conversation. Raises ``NotFound``."""
         async with self._store.writing() as session:
-            conversation = await _find(session, conversation_id, key_name, locked=True)
+            conversation = await _CONVERSATIONS.find(session, conversation_id, key_name, locked=True)
             conversation.labels = labels
             _postpone(conversation)
             return conversation
@@ -65,13 +75,13 @@ class Conversations:
     async def delete(self, conversation_id: str, key_name: str) -> None:
         """Delete a conversation and its items. Raises ``NotFound``."""
         async with self._store.writing() as session:
-            conversation = await _find(session, conversation_id, key_name, locked=True)
+            conversation = await _CONVERSATIONS.find(session, conversation_id, key_name, locked=True)
             await _delete(session, [conversation.seq])
 
     async def add(self, conversation_id: str, items: Sequence[dict[str, Any]], key_name: str) -> list[dict[str, Any]]:
         """Append items. Return them with their stored ids. Raises ``NotFound`` and ``InvalidRequest``."""
         async with self._store.writing() as session:
-            conversation = await _find(session, conversation_id, key_name, locked=True)
+            conversation = await _CONVERSATIONS.find(session, conversation_id, key_name, locked=True)
             return await _add(session, conversation, items, bounded=True)
 
     async def append(self, addition: Addition, key_name: str) -> None:
@@ -82,7 +92,7 @@ class Conversations:
     async def items(self, conversation_id: str, key_name: str) -> list[bytes]:
         """Return the JSON of all items, in order. Raises ``NotFound``."""
         async with self._store.reading() as session:
-            conversation = await _find(session, conversation_id, key_name)
+            conversation = await _CONVERSATIONS.find(session, conversation_id, key_name)
             own = StoredItem.conversation_seq == conversation.seq
             return list(await session.scalars(select(StoredItem.body).where(own).order_by(StoredItem.seq)))
 
@@ -94,33 +104,23 @@ class Conversations:
         Raises ``NotFound``, and ``InvalidRequest`` if there is no item ``after``.
         """
         async with self._store.reading() as session:
-            conversation = await _find(session, conversation_id, key_name)
-            query = select(StoredItem.body).where(StoredItem.conversation_seq == conversation.seq)
-            if after is not None:
-                last = await session.scalar(_item(conversation, after).with_only_columns(StoredItem.seq))
-                if last is None:
-                    raise InvalidRequest(f"after={after[:100]!r}: there is no such item", field="after")
-                query = query.where(StoredItem.seq < last if newest_first else StoredItem.seq > last)
-            order = StoredItem.seq.desc() if newest_first else StoredItem.seq
-            found = list(await session.scalars(query.order_by(order).limit(limit + 1)))
-            return found[:limit], len(found) > limit
+            conversation = await _CONVERSATIONS.find(session, conversation_id, key_name)
+            found, has_more = await _ITEMS.page(
+                session, conversation.seq, after=after, limit=limit, newest_first=newest_first
+            )
+            return [item.body for item in found], has_more
 
     async def item(self, conversation_id: str, item_id: str, key_name: str) -> bytes:
         """Return the JSON of an item. Raises ``NotFound``."""
         async with self._store.reading() as session:
-            conversation = await _find(session, conversation_id, key_name)
-            item: StoredItem | None = await session.scalar(_item(conversation, item_id))
-            if item is None:
-                raise _no_item(item_id)
-            return item.body
+            conversation = await _CONVERSATIONS.find(session, conversation_id, key_name)
+            return (await _ITEMS.find(session, item_id, conversation.seq)).body
 
     async def delete_item(self, conversation_id: str, item_id: str, key_name: str) -> StoredConversation:
         """Delete an item. Return its conversation. Raises ``NotFound``."""
         async with self._store.writing() as session:
-            conversation = await _find(session, conversation_id, key_name, locked=True)
-            item = await session.scalar(_item(conversation, item_id))
-            if item is None:
-                raise _no_item(item_id)
+            conversation = await _CONVERSATIONS.find(session, conversation_id, key_name, locked=True)
+            item = await _ITEMS.find(session, item_id, conversation.seq)
             conversation.items -= 1
             conversation.bytes -= len(item.body)
             _postpone(conversation)
@@ -145,7 +145,7 @@ async def append(session: AsyncSession, addition: Addition, key_name: str) -> No
 
     The limits are not checked here. They were checked before the response was generated.
     """
-    conversation = await _find(session, addition.conversation_id, key_name, locked=True)
+    conversation = await _CONVERSATIONS.find(session, addition.conversation_id, key_name, locked=True)
     await _add(session, conversation, addition.items, bounded=False)
 
 
@@ -191,26 +191,3 @@ def _postpone(conversation: StoredConversation) -> None:
 async def _delete(session: AsyncSession, seqs: Sequence[int]) -> None:
     await session.execute(delete(StoredItem).where(StoredItem.conversation_seq.in_(seqs)))
     await session.execute(delete(StoredConversation).where(StoredConversation.seq.in_(seqs)))
-
-
-def _item(conversation: StoredConversation, item_id: str) -> Any:
-    return select(StoredItem).where(StoredItem.conversation_seq == conversation.seq, StoredItem.id == item_id)
-
-
-async def _find(
-    session: AsyncSession, conversation_id: str, key_name: str, *, locked: bool = False
-) -> StoredConversation:
-    own = StoredConversation.id == conversation_id, StoredConversation.key_name == key_name
-    query = select(StoredConversation).where(*own, StoredConversation.expires_at > now())
-    conversation = await session.scalar(query.with_for_update() if locked else query)
-    if conversation is None:
-        raise NotFound(
-            f"there is no conversation {conversation_id[:100]!r}: it was deleted, or not used for 30 days",
-            field="conversation_id",
-            reason="CONVERSATION_NOT_FOUND",
-        )
-    return conversation
-
-
-def _no_item(item_id: str) -> NotFound:
-    return NotFound(f"there is no item {item_id[:100]!r} in the conversation", field="item_id", reason="ITEM_NOT_FOUND")

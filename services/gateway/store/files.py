@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from sqlalchemy import ColumnElement, delete, or_, select, update
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncSession
 
-from services.common.errors import AlreadyExists, FailedPrecondition, InvalidRequest, NotFound
+from services.common.errors import AlreadyExists, FailedPrecondition
 from services.gateway.store.database import Store
 from services.gateway.store.ids import new_id, now
+from services.gateway.store.owned import OwnedRows
 from services.gateway.store.tables import ACTIVE, DELETED, PROCESSED, UPLOADING, StoredBatch, StoredFile
 
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
@@ -18,6 +18,13 @@ PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
 BATCH_FILES_EXPIRE_S = 30 * 24 * 3600
 _UPLOAD_TIMEOUT_S = 24 * 3600
 _DELETED_KEPT_S = 3600  # a deleted file stays valid as ``after`` of a list for this time
+
+
+def _visible() -> ColumnElement[bool]:
+    return (StoredFile.status == PROCESSED) & or_(StoredFile.expires_at.is_(None), StoredFile.expires_at > now())
+
+
+FILES = OwnedRows(StoredFile, StoredFile.key_name, "file", "file_id", visible=_visible)
 
 
 def new_file(
@@ -73,7 +80,7 @@ class Files:
     async def get(self, file_id: str, key_name: str) -> StoredFile:
         """Return a file. Raises ``NotFound``, also for another key's."""
         async with self._store.reading() as session:
-            return await find_file(session, file_id, key_name)
+            return await FILES.find(session, file_id, key_name)
 
     async def page(
         self, *, key_name: str, after: str | None, limit: int, order: str, purpose: str | None
@@ -82,24 +89,14 @@ class Files:
 
         The file ``after`` may have been deleted. ``order`` is ``asc`` or ``desc``.
         """
-        query = select(StoredFile).where(_visible(), StoredFile.key_name == key_name)
-        if purpose is not None:
-            query = query.where(StoredFile.purpose == purpose)
-        query = query.order_by(StoredFile.seq if order == "asc" else StoredFile.seq.desc()).limit(limit + 1)
+        wanted = [] if purpose is None else [StoredFile.purpose == purpose]
         async with self._store.reading() as session:
-            if after is not None:
-                own = StoredFile.id == after, StoredFile.key_name == key_name
-                last = await session.scalar(select(StoredFile.seq).where(*own))
-                if last is None:
-                    raise InvalidRequest(f"after={after[:100]!r}: there is no such file", field="after")
-                query = query.where(StoredFile.seq > last if order == "asc" else StoredFile.seq < last)
-            found = (await session.scalars(query)).all()
-        return found[:limit], len(found) > limit
+            return await FILES.page(session, key_name, *wanted, after=after, limit=limit, newest_first=order == "desc")
 
     async def delete(self, file_id: str, key_name: str) -> str:
         """Delete a file. Return its blob. Raises ``NotFound``, and ``FailedPrecondition`` if a Batch job reads it."""
         async with self._store.writing() as session:
-            file = await find_file(session, file_id, key_name, locked=True)
+            file = await FILES.find(session, file_id, key_name, locked=True)
             reader = await session.scalar(select(StoredBatch.id).where(_reads(file_id)).limit(1))
             if reader is not None:
                 raise FailedPrecondition(
@@ -126,32 +123,6 @@ class Files:
             over = (await session.execute(expired.where(StoredFile.seq.in_([seq for seq, _ in locked])))).all()
             await session.execute(delete(StoredFile).where(StoredFile.seq.in_([seq for seq, _ in over])))
         return [blob for _, blob in over]
-
-
-async def find_file(
-    session: AsyncSession,
-    file_id: str,
-    key_name: str,
-    *,
-    field: str = "file_id",
-    locked: bool = False,
-    shared: bool = False,
-) -> StoredFile:
-    """Return a file, in the caller's transaction. Raises ``NotFound``, which names the client's ``field``.
-
-    If ``locked``, no other transaction can delete the file until this one ends. A ``shared`` lock allows others to
-    lock it, too.
-    """
-    own = StoredFile.id == file_id, StoredFile.key_name == key_name
-    query = select(StoredFile).where(*own, _visible())
-    file = await session.scalar(query.with_for_update(read=shared) if locked else query)
-    if file is None:
-        raise NotFound(f"there is no file {file_id[:100]!r}", field=field, reason="FILE_NOT_FOUND")
-    return file
-
-
-def _visible() -> ColumnElement[bool]:
-    return (StoredFile.status == PROCESSED) & or_(StoredFile.expires_at.is_(None), StoredFile.expires_at > now())
 
 
 def _reads(file_id: str) -> ColumnElement[bool]:

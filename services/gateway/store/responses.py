@@ -10,13 +10,14 @@ from sqlalchemy import delete, func, insert, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from services.common.errors import AlreadyExists, InvalidRequest, NotFound
+from services.common.errors import AlreadyExists, InvalidRequest
 from services.gateway.store.conversations import Addition, append
 from services.gateway.store.database import Store
 from services.gateway.store.expiry import delete_some
 from services.gateway.store.ids import now
 from services.gateway.store.inserts import Inserts
 from services.gateway.store.leases import LEASE_S
+from services.gateway.store.owned import OwnedRows
 from services.gateway.store.tables import CANCELLED, FAILED, IN_PROGRESS, QUEUED, StoredEvents, StoredResponse
 
 # The lifetime at OpenAI.
@@ -27,6 +28,14 @@ ABANDONED = "the gateway that generated this response ended before it was done; 
 _FAILED_AT_ONCE = 100
 _READ_AT_ONCE = 64
 MAX_WAITING_BYTES = 256 * 1024 * 1024  # of responses that wait for a slow store. With more, further ones are rejected.
+_RESPONSES = OwnedRows(
+    StoredResponse,
+    StoredResponse.key_name,
+    "response",
+    "response_id",
+    ": it was not stored, was deleted, or is older than 30 days",
+    visible=lambda: StoredResponse.expires_at > now(),
+)
 
 
 @dataclass(frozen=True)
@@ -72,11 +81,8 @@ class Responses:
 
     async def get(self, response_id: str, key_name: str = "") -> KeptResponse:
         """Return a response. Raises ``NotFound``, also for another key's."""
-        query = select(StoredResponse).where(*_own(response_id, key_name))
         async with self._store.reading() as session:
-            record = await session.scalar(query)
-        if record is None:
-            raise _not_found(response_id)
+            record = await _RESPONSES.find(session, response_id, key_name)
         return KeptResponse(record.body, record.items, record.status)
 
     async def bodies(self, ids: Collection[str], key_name: str, most_bytes: int) -> list[bytes]:
@@ -96,10 +102,7 @@ class Responses:
     async def delete(self, response_id: str, key_name: str = "") -> None:
         """Delete a response. Raises ``NotFound``, also for another key's."""
         async with self._store.writing() as session:
-            found = await session.scalar(select(StoredResponse.seq).where(*_own(response_id, key_name)))
-            if found is None:
-                raise _not_found(response_id)
-            await session.execute(delete(StoredResponse).where(StoredResponse.seq == found))
+            await session.delete(await _RESPONSES.find(session, response_id, key_name))
             await session.execute(delete(StoredEvents).where(StoredEvents.response_id == response_id))
 
     # Background responses.
@@ -148,10 +151,7 @@ class Responses:
         Raises ``NotFound``, also for another key's, and ``InvalidRequest`` if it is not a background response.
         """
         async with self._store.writing() as session:
-            query = select(StoredResponse).where(*_own(response_id, key_name)).with_for_update()
-            record = await session.scalar(query)
-            if record is None:
-                raise _not_found(response_id)
+            record = await _RESPONSES.find(session, response_id, key_name, locked=True)
             body = orjson.loads(record.body)
             if not body.get("background"):
                 raise InvalidRequest(
@@ -240,16 +240,3 @@ def _record(body: dict[str, Any], items: bytes, key_name: str) -> dict[str, Any]
 
 def _events_row(response_id: str, number: int, data: bytes) -> dict[str, Any]:
     return {"response_id": response_id, "number": number, "data": data, "created_at": now()}
-
-
-def _own(response_id: str, key_name: str) -> tuple[Any, ...]:
-    own = StoredResponse.id == response_id, StoredResponse.key_name == key_name
-    return *own, StoredResponse.expires_at > now()
-
-
-def _not_found(response_id: str) -> NotFound:
-    return NotFound(
-        f"there is no response {response_id[:100]!r}: it was not stored, was deleted, or is older than 30 days",
-        field="response_id",
-        reason="RESPONSE_NOT_FOUND",
-    )
