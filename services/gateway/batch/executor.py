@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 
 import structlog
@@ -13,11 +13,9 @@ from services.gateway.batch.finishing import finish
 from services.gateway.batch.line_runner import LineRunner, RunningChunk
 from services.gateway.batch.validation import validate
 from services.gateway.store.blobs import Blobs
-from services.gateway.store.expiry import Expiring
 from services.gateway.store.files import Files
 from services.gateway.store.leases import HEARTBEAT_S, ChunkLease, LeaseLost, Leases, LineOutcome
 from services.gateway.store.tables import IN_PROGRESS, VALIDATING, StoredBatch
-from services.gateway.store.tries import Tries
 from services.gateway.store.work import Candidate, ChunkKey
 
 log = structlog.get_logger(__name__)
@@ -45,19 +43,18 @@ class Executor:
         self,
         leases: Leases,
         files: Files,
-        expiring: Expiring,
-        tries: Tries,
         blobs: Blobs,
         runner: LineRunner,
         *,
+        forget_expired: Sequence[Callable[[], Awaitable[bool]]],
         max_body_bytes: int,
     ) -> None:
+        """``forget_expired`` deletes records of other kinds. Each function returns whether there may be more."""
         self._leases = leases
         self._files = files
-        self._expiring = expiring
-        self._tries = tries
         self._blobs = blobs
         self._runner = runner
+        self._clean_ups = (leases.purge, self._forget_files, *forget_expired)
         self._max_body_bytes = max_body_bytes
         self._chunks: dict[ChunkKey, RunningChunk] = {}
         self._phases: dict[int, StoredBatch] = {}  # batches that this process validates or finishes
@@ -306,7 +303,7 @@ class Executor:
 
     async def _clean_up(self) -> None:
         """Delete expired rows and files, in small transactions with pauses for other work."""
-        for step in (self._leases.purge, self._forget_files, self._expiring.forget_expired, self._tries.forget_expired):
+        for step in self._clean_ups:
             while await step():
                 if await _set_within(self._over, _PURGE_PAUSE_S):
                     return

@@ -7,7 +7,6 @@ from services.gateway.batch.line_runner import LineRunner
 from services.gateway.batch.requests import Requests
 from services.gateway.http.lines import Lines
 from services.gateway.openai.gateway import Gateway
-from services.gateway.store.expiry import ExpiringTogether
 
 
 class BatchService:
@@ -44,10 +43,11 @@ class BatchService:
         self._executor = Executor(
             store.leases,
             store.files,
-            ExpiringTogether(store.responses, store.conversations, store.chats),
-            store.tries,
             store.blobs,
             LineRunner(store.blobs, requests, lines, gateway.config.batch_concurrency),
+            forget_expired=[
+                kind.forget_expired for kind in (store.responses, store.conversations, store.chats, store.tries)
+            ],
             max_body_bytes=gateway.config.max_body_bytes,
         )
         self._executor.start()

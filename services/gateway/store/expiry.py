@@ -1,6 +1,6 @@
 """Deletion of expired records."""
 
-from typing import Any, Protocol
+from typing import Any
 
 from sqlalchemy import ColumnElement, delete, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -8,24 +8,6 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from services.gateway.store.tables import Base
 
 AT_ONCE = 500  # rows per transaction, so that other writers do not wait for long
-
-
-class Expiring(Protocol):
-    """Records of one kind."""
-
-    async def forget_expired(self) -> bool:
-        """Delete a number of expired records. Return whether there may be more."""
-
-
-class ExpiringTogether:
-    """Records of several kinds."""
-
-    def __init__(self, *kinds: Expiring) -> None:
-        self._kinds = kinds
-
-    async def forget_expired(self) -> bool:
-        """Delete a number of expired records of each kind. Return whether there may be more."""
-        return any([await kind.forget_expired() for kind in self._kinds])
 
 
 async def delete_some(session: AsyncSession, table: type[Base], name: Any, condition: ColumnElement[bool]) -> bool:

@@ -46,7 +46,12 @@ class Gateway:
         )
         self.runner = LineRunner(self.blobs, requests, Lines(guard), SLOTS)
         self.executor = Executor(
-            leases, Files(store), Responses(store), Tries(store), self.blobs, self.runner, max_body_bytes=10**6
+            leases,
+            Files(store),
+            self.blobs,
+            self.runner,
+            forget_expired=[Responses(store).forget_expired, Tries(store).forget_expired],
+            max_body_bytes=10**6,
         )
 
     async def _answer(self, gateway, posted, caller) -> Response:
