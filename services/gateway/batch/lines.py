@@ -1,15 +1,15 @@
 """The lines of an input file: read in blocks, checked, and given a key to sort them by."""
 
 import asyncio
+import io
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import orjson
 
 from services.common.batch_line import InvalidLine, UsedIds, is_large, parse_line, read_request
-from services.gateway.store.blobs import Blobs
+from services.gateway.store.blobs import BLOCK_BYTES, Blobs
 
 MAX_LINES = 100_000
 MAX_ERRORS = 100  # reported for one Batch job
@@ -41,66 +41,32 @@ async def read_lines(
     blobs: Blobs, name: str, most_bytes: int, most_lines: int = 1024
 ) -> AsyncGenerator[list[RawLine], None]:
     """Yield every line that is not empty, at most ``most_lines`` together. Raises ``LineTooLong``."""
-    splitter = _Splitter(most_lines)
-    async with aclosing(blobs.stream(name)) as blocks:
-        async for block in blocks:
-            splitter.add(block)
-            while (some := await blobs.in_thread(splitter.take)) is not None:
-                if some:
-                    yield some
-            if splitter.rest_bytes > most_bytes:
-                raise LineTooLong(splitter.number + 1)
-    splitter.add(b"\n")
-    if some := await blobs.in_thread(splitter.take):
-        yield some
+    number = offset = 0
 
-
-class _Splitter:
-    """Splits blocks of a file into lines. One thread uses it at a time."""
-
-    def __init__(self, most: int) -> None:
-        self.number = 0  # of the last line that was taken
-        self.rest_bytes = 0  # size of ``_rest``
-        self._most = most
-        self._offset = 0  # of the first byte of ``_block`` in the file
-        self._block = b""
-        self._at = 0  # index in ``_block`` of the first byte that was not taken
-        self._rest: list[bytes] = []  # parts of a line whose end has not been read
-
-    def add(self, block: bytes) -> None:
-        """Add the next block. All lines of the previous block have been taken."""
-        self._offset += len(self._block)
-        self._block, self._at = block, 0
-
-    def take(self) -> list[RawLine] | None:
-        """Return the next lines of the block that are not empty, or None if no further line ends in it.
-
-        At most ``most`` lines are taken, empty ones included.
-        """
+    def read_some() -> list[RawLine] | None:
+        """Return further lines, of about a block, or None at the end of the file."""
+        nonlocal number, offset
         found: list[RawLine] = []
-        for taken in range(self._most):
-            end = self._block.find(b"\n", self._at)
-            if end < 0:
-                if not taken:
-                    self._keep_rest()
-                    return None
-                break
-            text = self._block[self._at : end]
-            offset = self._offset + self._at - self.rest_bytes
-            if self._rest:
-                text = b"".join((*self._rest, text))
-                self._rest, self.rest_bytes = [], 0
-            self.number += 1
-            self._at = end + 1
+        end = offset + BLOCK_BYTES
+        for _ in range(most_lines):
+            if not (line := buffered.readline(most_bytes + 2)):
+                return found or None
+            number += 1
+            text = line.removesuffix(b"\n")
+            if len(text) > most_bytes:
+                raise LineTooLong(number)
             if text.strip():
-                found.append(RawLine(self.number, offset, text))
+                found.append(RawLine(number, offset, text))
+            offset += len(line)
+            if offset >= end:
+                break
         return found
 
-    def _keep_rest(self) -> None:
-        if rest := self._block[self._at :]:
-            self._rest.append(rest)
-            self.rest_bytes += len(rest)
-            self._at = len(self._block)
+    async with blobs.reading(name) as file:
+        buffered = io.BufferedReader(file, BLOCK_BYTES)
+        while (some := await blobs.in_thread(read_some)) is not None:
+            if some:
+                yield some
 
 
 @dataclass

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import errno
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -53,10 +53,16 @@ class Blobs:
 
     async def stream(self, name: str, block_bytes: int = BLOCK_BYTES) -> AsyncGenerator[bytes, None]:
         """Yield the content in blocks of ``block_bytes``, each read on demand."""
-        file = await self.in_thread(self._open, name)
-        try:
+        async with self.reading(name) as file:
             while block := await self.in_thread(file.read, block_bytes):
                 yield block
+
+    @contextlib.asynccontextmanager
+    async def reading(self, name: str) -> AsyncIterator[Any]:
+        """Open a blob as a file. Its methods block: call them with ``in_thread``."""
+        file = await self.in_thread(self._open, name)
+        try:
+            yield file
         finally:
             await self.in_thread(file.close)
 
