@@ -11,17 +11,9 @@ from services.gateway.store.tables import StoredFile
 
 def file_object(file: StoredFile) -> dict[str, Any]:
     """Return the object of a file."""
-    return {
-        "id": file.id,
-        "object": "file",
-        "bytes": file.bytes,
-        "created_at": file.created_at,
-        "expires_at": file.expires_at,
-        "filename": file.filename,
-        "purpose": file.purpose,
-        "status": file.status,
-        "status_details": None,
-    }
+    names = ("bytes", "created_at", "expires_at", "filename", "purpose", "status")
+    columns = {name: getattr(file, name) for name in names}
+    return {"id": file.id, "object": "file"} | columns | {"status_details": None}
 
 
 def page(items: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
@@ -54,34 +46,26 @@ def page_of(items: list[dict[str, Any]], query: Query, most: int, *, reverse: bo
 def batch_object(shown: Shown) -> dict[str, Any]:
     """Return the object of a Batch job. ``forecast`` is an extension: its end at the rate of its last lines."""
     batch, counts, forecast = shown
-    return {
-        "id": batch.id,
-        "object": "batch",
-        "endpoint": batch.endpoint,
-        "model": batch.model,
-        "errors": None if not batch.errors else {"object": "list", "data": batch.errors},
-        "input_file_id": batch.input_file_id,
-        "completion_window": batch.completion_window,
-        "status": batch.status,
-        "output_file_id": batch.output_file_id,
-        "error_file_id": batch.error_file_id,
-        "created_at": batch.created_at,
-        "in_progress_at": batch.in_progress_at,
-        "expires_at": batch.expires_at,
-        "finalizing_at": batch.finalizing_at,
-        "completed_at": batch.completed_at,
-        "failed_at": batch.failed_at,
-        "expired_at": batch.expired_at,
-        "cancelling_at": batch.cancelling_at,
-        "cancelled_at": batch.cancelled_at,
-        "request_counts": {"total": counts.total, "completed": counts.completed, "failed": counts.failed},
-        "usage": {
-            "input_tokens": counts.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": counts.cached_tokens},
-            "output_tokens": counts.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
-            "total_tokens": counts.prompt_tokens + counts.completion_tokens,
-        },
-        "metadata": batch.labels,
-        "forecast": None if forecast is None else forecast._asdict(),
-    }
+    names = (
+        "endpoint", "model", "input_file_id", "completion_window", "status", "output_file_id", "error_file_id",
+        "created_at", "in_progress_at", "expires_at", "finalizing_at", "completed_at", "failed_at", "expired_at",
+        "cancelling_at", "cancelled_at",
+    )  # fmt: skip
+    columns = {name: getattr(batch, name) for name in names}
+    return (
+        {"id": batch.id, "object": "batch"}
+        | columns
+        | {
+            "errors": None if not batch.errors else {"object": "list", "data": batch.errors},
+            "request_counts": {"total": counts.total, "completed": counts.completed, "failed": counts.failed},
+            "usage": {
+                "input_tokens": counts.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": counts.cached_tokens},
+                "output_tokens": counts.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": counts.reasoning_tokens},
+                "total_tokens": counts.prompt_tokens + counts.completion_tokens,
+            },
+            "metadata": batch.labels,
+            "forecast": None if forecast is None else forecast._asdict(),
+        }
+    )
