@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from services.gateway.engine.metrics import Histogram, RequestMetrics
+from services.gateway.engine.numbers import Numbers
 from services.gateway.engine.replica_metrics import ReplicaMetrics
 from tokasaurus.scheduler.v1 import observe_pb2
 
 
 def test_a_histogram_is_cumulative_and_weighs_observations():
-    histogram = Histogram("toka_test", "A test", bounds=(1.0, 2.0))
+    histogram = Histogram(Numbers(), "test", "A test", known_bounds=(), bounds=(1.0, 2.0))
     histogram.observe(0.5, times=3)
     histogram.observe(1.0)
     histogram.observe(1.5, times=2)

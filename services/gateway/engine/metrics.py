@@ -5,12 +5,12 @@ weighted observation here.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from math import inf
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -52,25 +52,24 @@ FailoverReason = Literal["lost", "hung", "drained", "worker", "refused"]
 
 
 class Histogram:
-    """Counts of observed values by upper bound.
+    """Counts of observed values by upper bound, exported as ``toka_NAME``.
 
-    The histogram is also exported under the names ``known_as``, with the bounds ``known_bounds``, a subset of
-    ``bounds``.
+    The histogram is also exported under vLLM's names, ``vllm:NAME`` and ``older``, with vLLM's ``known_bounds``.
     """
 
     def __init__(
         self,
+        numbers: Numbers,
         name: str,
         documentation: str,
+        known_bounds: tuple[float, ...] = _KNOWN_LATENCY,
         bounds: tuple[float, ...] = _SECONDS,
-        numbers: Numbers | None = None,
-        known_as: tuple[str, ...] = (),
-        known_bounds: tuple[float, ...] = (),
+        older: tuple[str, ...] = (),
     ) -> None:
-        self.name, self.documentation, self.bounds = name, documentation, bounds
-        self.known_as, self._known_bounds = known_as, known_bounds
-        numbers = numbers or Numbers()
-        self.counts = numbers.take(len(bounds) + 1)  # the last one counts values above all bounds
+        self.name, self.documentation = f"toka_{name}", documentation
+        self.bounds, self._known_bounds = tuple(sorted({*bounds, *known_bounds})), known_bounds
+        self.known_as = (f"vllm:{name}", *older)
+        self.counts = numbers.take(len(self.bounds) + 1)  # the last one counts values above all bounds
         self._total = numbers.take(1)
 
     def observe(self, value: float, times: int = 1) -> None:
@@ -101,20 +100,8 @@ class RequestMetrics:
 
     def __init__(self, numbers: Numbers | None = None) -> None:
         numbers = numbers or Numbers()
-
-        def histogram(
-            name: str,
-            documentation: str,
-            known_bounds: tuple[float, ...] = _KNOWN_LATENCY,
-            bounds: tuple[float, ...] = _SECONDS,
-            older: tuple[str, ...] = (),
-        ) -> Histogram:
-            bounds = tuple(sorted({*bounds, *known_bounds}))
-            return Histogram(f"toka_{name}", documentation, bounds, numbers, (f"vllm:{name}", *older), known_bounds)
-
-        def tokens(name: str, documentation: str) -> Histogram:
-            return histogram(name, documentation, _KNOWN_TOKENS, _TOKENS)
-
+        histogram = partial(Histogram, numbers)
+        tokens = partial(histogram, known_bounds=_KNOWN_TOKENS, bounds=_TOKENS)
         self.first_token = histogram(
             "time_to_first_token_seconds", "Time from the HTTP request to its first token", _KNOWN_FIRST_TOKEN
         )
@@ -201,57 +188,54 @@ class RequestMetrics:
                 yield metric.family()
                 if model:
                     yield from metric.known_families(model)
-        finished = CounterMetricFamily("toka_request_success", "Samples that ended", labels=["finished_reason"])
-        for reason, count in self._finished.items():
-            finished.add_metric([reason], count[0])
-        yield finished
+        yield _counter("toka_request_success", "Samples that ended", ["finished_reason"], _labelled(self._finished))
         if model:
-            known = CounterMetricFamily(
+            known = _labelled(self._finished | {"abort": self._disconnects})
+            yield _counter(
                 "vllm:request_success",
                 "Samples that ended. abort: requests whose client disconnected",
-                labels=["model_name", "finished_reason"],
+                ["model_name", "finished_reason"],
+                ((model, *each) for each in known),
             )
-            for ended, count in (*self._finished.items(), ("abort", self._disconnects)):
-                known.add_metric([model, ended], count[0])
-            yield known
-        responses = CounterMetricFamily("toka_http_requests", "HTTP responses", labels=["route", "status"])
-        for route, counts in self._responses.items():
-            for index in np.flatnonzero(counts).tolist():
-                responses.add_metric([route, str(_STATUSES[index])], counts[index])
-        yield responses
-        yield CounterMetricFamily(
-            "toka_http_disconnects", "Requests whose client disconnected", value=self._disconnects[0]
+        responses = (
+            (route, str(_STATUSES[index]), counts[index])
+            for route, counts in self._responses.items()
+            for index in np.flatnonzero(counts).tolist()
         )
-        failovers = CounterMetricFamily(
-            "toka_failovers", "Samples sent to a scheduler again, which continues them", labels=["reason"]
+        yield _counter("toka_http_requests", "HTTP responses", ["route", "status"], responses)
+        disconnects = [(self._disconnects[0],)]
+        yield _counter("toka_http_disconnects", "Requests whose client disconnected", [], disconnects)
+        yield _counter(
+            "toka_failovers",
+            "Samples sent to a scheduler again, which continues them",
+            ["reason"],
+            _labelled(self._failovers),
         )
-        for reason, count in self._failovers.items():
-            failovers.add_metric([reason], count[0])
-        yield failovers
-        problems = CounterMetricFamily(
-            "toka_store_errors", "Failed accesses to the store of files and Batch jobs", labels=["problem"]
+        problems = _labelled(self._store_problems)
+        yield _counter(
+            "toka_store_errors", "Failed accesses to the store of files and Batch jobs", ["problem"], problems
         )
-        for problem, count in self._store_problems.items():
-            problems.add_metric([problem], count[0])
-        yield problems
 
 
-class OwnMetrics:
-    """A Prometheus collector for a single gateway. ``model`` returns the name of the served model."""
-
-    def __init__(self, metrics: RequestMetrics, model: Callable[[], str]) -> None:
-        self._metrics, self._model = metrics, model
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of one scrape."""
-        return self._metrics.families(self._model())
+def _labelled(counts: Mapping[Any, "memoryview[float]"]) -> Iterator[tuple[str, float]]:
+    return ((label, count[0]) for label, count in counts.items())
 
 
-class GatewayMetrics:
-    """A Prometheus collector for all gateways of a deployment, each of which counts in one of ``paths``.
+def _counter(
+    name: str, documentation: str, labels: Sequence[str], values: Iterable[tuple[*tuple[str, ...], float]]
+) -> CounterMetricFamily:
+    """Return a counter. Each of ``values`` has the values of the labels, and the count."""
+    family = CounterMetricFamily(name, documentation, labels=labels)
+    for *given, count in values:
+        family.add_metric(given, count)
+    return family
 
-    It yields the sums of their ``RequestMetrics``, and metrics of each process. ``own``: metrics of the gateway that
-    serves the scrape.
+
+class RequestCollector:
+    """A Prometheus collector for the requests of a deployment, of which ``own`` are those of this gateway.
+
+    If the deployment has several gateways, each counts in one of ``paths``. The metrics are then the sums over all
+    gateways, followed by metrics of each process. ``model`` returns the name of the served model.
     """
 
     def __init__(self, own: RequestMetrics, paths: Sequence[Path], model: Callable[[], str]) -> None:
@@ -259,8 +243,10 @@ class GatewayMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of one scrape."""
-        total = RequestMetrics(Numbers.sum_of(self._paths))
-        total.add_routes(self._own.routes)
+        total = self._own
+        if self._paths:
+            total = RequestMetrics(Numbers.sum_of(self._paths))
+            total.add_routes(self._own.routes)
         yield from total.families(self._model())
         families: dict[str, Metric] = {}
         for index, path in enumerate(self._paths):
@@ -280,9 +266,10 @@ def make_registry(
     ``paths`` are the files in which the gateways of the deployment count, if there are several. Each of them shows the
     metrics of all. ``model`` returns the name of the served model, or an empty string while it is not known.
     """
+    collectors = [replicas, RequestCollector(metrics, paths, model)]
     if not paths:
-        return registry_of([replicas, OwnMetrics(metrics, model)])
+        return registry_of(collectors)
     registry = CollectorRegistry()
-    registry.register(replicas)
-    registry.register(GatewayMetrics(metrics, paths, model))
+    for collector in collectors:
+        registry.register(collector)
     return registry
