@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.gateway.store.database import Store
-from services.gateway.store.expiry import delete_some
+from services.gateway.store.expiry import AT_ONCE, delete_some
 from services.gateway.store.ids import now
 from services.gateway.store.inserts import Inserts
 from services.gateway.store.owned import OwnedRows
@@ -93,4 +93,4 @@ class Chats:
     async def forget_expired(self) -> bool:
         """Delete a number of expired chat completions. Return whether there may be more."""
         async with self._store.writing() as session:
-            return await delete_some(session, StoredChat, StoredChat.seq, StoredChat.expires_at <= now())
+            return await delete_some(session, StoredChat, StoredChat.expires_at <= now()) == AT_ONCE

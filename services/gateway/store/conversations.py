@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from services.common.errors import InvalidValue
 from services.gateway.store.database import Store
-from services.gateway.store.expiry import delete_some
+from services.gateway.store.expiry import AT_ONCE, delete_some
 from services.gateway.store.ids import new_id, now
 from services.gateway.store.owned import OwnedRows
 from services.gateway.store.tables import StoredConversation, StoredItem
@@ -134,7 +134,7 @@ class Conversations:
             found = (await session.scalars(expired.limit(_DELETED_AT_ONCE).with_for_update())).all()
             if not found:
                 return False
-            if await delete_some(session, StoredItem, StoredItem.seq, StoredItem.conversation_seq.in_(found)):
+            if await delete_some(session, StoredItem, StoredItem.conversation_seq.in_(found)) == AT_ONCE:
                 return True
             await _delete(session, found)
         return len(found) == _DELETED_AT_ONCE

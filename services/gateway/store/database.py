@@ -5,9 +5,8 @@ import os
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, cast
 
-from sqlalchemy import Connection, CursorResult, UpdateBase, insert, inspect, select, text, update
+from sqlalchemy import Connection, insert, inspect, select, text, update
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
@@ -155,12 +154,6 @@ class Store:
     async def close(self) -> None:
         """Close all connections."""
         await self._engine.dispose()
-
-
-async def rows_changed(session: AsyncSession, statement: UpdateBase) -> int:
-    """Run ``statement``, an update or a delete, and return the number of rows that it changed."""
-    result = await session.execute(statement)
-    return cast("CursorResult[Any]", result).rowcount  # updates and deletes have this type of result
 
 
 def _is_current(connection: Connection) -> bool:

@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from services.common.chunks import chunks_by_size
 from services.gateway.store.batches import COUNTS, Counts, counts_of
 from services.gateway.store.database import Store
+from services.gateway.store.expiry import AT_ONCE, delete_some
 from services.gateway.store.ids import now
 from services.gateway.store.round_robin import RoundRobin
 from services.gateway.store.tables import (
@@ -33,7 +34,6 @@ from services.gateway.store.work import Candidate, ChunkKey, candidates, free, r
 
 LEASE_S = 10.0
 HEARTBEAT_S = 3.0
-_PURGED_AT_ONCE = 500  # results, chunks, or batches without any
 _WRITTEN_AT_ONCE = 8 << 20  # bytes of results per statement, since statements have a timeout
 
 
@@ -193,15 +193,12 @@ class Leases:
         """Delete a number of chunks and results of Batch jobs that have ended. Return whether there may be more."""
         ended = StoredBatch.status.not_in(ACTIVE) & StoredBatch.purged.is_(False)
         async with self._store.writing() as session:
-            seqs = (await session.scalars(select(StoredBatch.seq).where(ended).limit(_PURGED_AT_ONCE))).all()
+            some = select(StoredBatch.seq).where(ended).limit(AT_ONCE).with_for_update(skip_locked=True)
+            seqs = (await session.scalars(some)).all()
             if not seqs:
                 return False
-            for table, number in ((LineResult, LineResult.line), (Chunk, Chunk.number)):
-                seq = await session.scalar(select(table.batch_seq).where(table.batch_seq.in_(seqs)).limit(1))
-                if seq is not None:
-                    own = table.batch_seq == seq
-                    some = (await session.scalars(select(number).where(own).limit(_PURGED_AT_ONCE))).all()
-                    await session.execute(delete(table).where(own, number.in_(some)))
+            for table in (LineResult, Chunk):
+                if await delete_some(session, table, table.batch_seq.in_(seqs)):
                     return True
             await session.execute(update(StoredBatch).where(StoredBatch.seq.in_(seqs)).values(purged=True))
         return True

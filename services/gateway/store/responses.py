@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from sqlalchemy import delete, func, insert, select, tuple_, update
+from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from services.common.errors import AlreadyExists, InvalidRequest
 from services.gateway.store.conversations import Addition, append
 from services.gateway.store.database import Store
-from services.gateway.store.expiry import delete_some
+from services.gateway.store.expiry import AT_ONCE, delete_some
 from services.gateway.store.ids import now
 from services.gateway.store.inserts import Inserts
 from services.gateway.store.leases import LEASE_S
@@ -210,11 +210,10 @@ class Responses:
 
     async def forget_expired(self) -> bool:
         """Delete a number of expired responses and events. Return whether there may be more."""
-        event = tuple_(StoredEvents.response_id, StoredEvents.number)
         async with self._store.writing() as session:
-            more = await delete_some(session, StoredResponse, StoredResponse.seq, StoredResponse.expires_at <= now())
-            old = StoredEvents.created_at <= now() - EVENTS_EXPIRE_S
-            return await delete_some(session, StoredEvents, event, old) or more
+            responses = await delete_some(session, StoredResponse, StoredResponse.expires_at <= now())
+            events = await delete_some(session, StoredEvents, StoredEvents.created_at <= now() - EVENTS_EXPIRE_S)
+            return AT_ONCE in (responses, events)
 
     async def _change(self, session: AsyncSession, body: dict[str, Any], **values: Any) -> int | None:
         mine = StoredResponse.id == body["id"], StoredResponse.owner == self._owner, StoredResponse.status.in_(RUNNING)

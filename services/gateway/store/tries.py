@@ -1,12 +1,12 @@
 """Records of idempotency keys: the request of each key, and the id of the object that it created."""
 
-from sqlalchemy import delete, select, tuple_
+from sqlalchemy import delete, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from services.common.errors import ReusedIdempotencyKey
 from services.gateway.store.database import Store
-from services.gateway.store.expiry import delete_some
+from services.gateway.store.expiry import AT_ONCE, delete_some
 from services.gateway.store.ids import new_id, now
 from services.gateway.store.tables import StoredTry
 
@@ -53,10 +53,9 @@ class Tries:
 
     async def forget_expired(self) -> bool:
         """Delete a number of expired records. Return whether there may be more."""
-        name = tuple_(StoredTry.key_name, StoredTry.idempotency_key)
         expired = StoredTry.created_at <= now() - TRIES_EXPIRE_S
         async with self._store.writing() as session:
-            return await delete_some(session, StoredTry, name, expired)
+            return await delete_some(session, StoredTry, expired) == AT_ONCE
 
     async def _find(self, session: AsyncSession, key_name: str, idempotency_key: str) -> StoredTry | None:
         mine = StoredTry.key_name == key_name, StoredTry.idempotency_key == idempotency_key
