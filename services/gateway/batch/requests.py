@@ -14,7 +14,7 @@ import structlog
 from fastapi import Response
 
 from services.common.batch_line import is_large, parse_line
-from services.common.errors import Internal, InvalidRequest, InvalidValue, Overloaded, TokaError, Unavailable
+from services.common.errors import Internal, InvalidValue, Overloaded, TokaError, Unavailable
 from services.gateway.batch.lines import parse
 from services.gateway.batch.slots import Slot
 from services.gateway.http.errors import to_response
@@ -62,32 +62,18 @@ class Requests:
 
     async def _run(self, batch: StoredBatch, number: int, text: bytes, line: Line, slot: Slot) -> LineOutcome:
         request = await parse(text)
-        body = dict(request["body"])
-        if line.refusal is not None:
-            response = to_response(line.refusal)
-        elif (name := next((name for name in ("stream", "background") if body.get(name)), None)) is not None:
-            error = InvalidValue(f"{name}: not in a batch; leave it out", field=name)
+        isolated = self._gateway.guard.isolates
+        caller = Caller("", batch.fairness_key, batch.key_name, isolated=isolated, line=line)
+        try:
+            if line.refusal is not None:
+                raise line.refusal
+            response = await self._persistently(batch.endpoint, _posted(batch, request["body"], text), caller, slot)
+        except TokaError as error:
             response = to_response(error)
-        else:
-            priority = body.get("priority")
-            if priority is None or (type(priority) is int and priority < LOW_PRIORITY):
-                body["priority"] = LOW_PRIORITY
-            stores_by_default = batch.endpoint == _RESPONSES and body.get("store") is None
-            if body.get("store") is True or stores_by_default:
-                body["store"] = False  # the output file has the answer
-            isolated = self._gateway.guard.isolates
-            caller = Caller("", batch.fairness_key, batch.key_name, isolated=isolated, line=line)
-            try:
-                # Only parsing checks the number of values of a large body, and only writing checks its depth.
-                as_text = is_large(text) or may_be_too_deep(text)
-                posted = Posted(write_again(body)) if as_text else Posted(document=body, size=len(text))
-            except InvalidRequest as error:
-                response = to_response(error)
-            else:
-                response = await self._persistently(batch.endpoint, posted, caller, slot)
         return outcome(number, request["custom_id"], response)
 
     async def _persistently(self, endpoint: str, posted: Posted, caller: Caller, slot: Slot) -> Response:
+        """Return the response. Repeat the request while no scheduler can take it. Raises as ``ask`` does."""
         losses, pause = 0, _FIRST_PAUSE_S
         while True:
             waiting = bool(self._gateway.fleet.trouble)
@@ -101,12 +87,10 @@ class Requests:
                     continue
             except Overloaded as error:
                 pause = max(pause, error.retry_after_s)
-            except Unavailable as error:
+            except Unavailable:
                 losses += not waiting
                 if losses > MAX_LOSSES:
-                    return to_response(error)
-            except TokaError as error:
-                return to_response(error)
+                    raise
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(pause * 2, _LAST_PAUSE_S)
 
@@ -120,6 +104,20 @@ class Requests:
             return await self._endpoints[endpoint](self._gateway, posted, caller)
         except TokaError as error:
             raise self._gateway.guard.told(error) from None
+
+
+def _posted(batch: StoredBatch, given: dict[str, Any], text: bytes) -> Posted:
+    """Return the body ``given`` of the line ``text`` as its endpoint gets it. Raises InvalidRequest."""
+    if (name := next((name for name in ("stream", "background") if given.get(name)), None)) is not None:
+        raise InvalidValue(f"{name}: not in a batch; leave it out", field=name)
+    body, priority = dict(given), given.get("priority")
+    if priority is None or (type(priority) is int and priority < LOW_PRIORITY):
+        body["priority"] = LOW_PRIORITY
+    if body.get("store") is True or (batch.endpoint == _RESPONSES and body.get("store") is None):
+        body["store"] = False  # the output file has the answer
+    # Only parsing checks the number of values of a large body, and only writing checks its depth.
+    as_text = is_large(text) or may_be_too_deep(text)
+    return Posted(write_again(body)) if as_text else Posted(document=body, size=len(text))
 
 
 async def _wait_for_tokens(line: Line, slot: Slot) -> None:
