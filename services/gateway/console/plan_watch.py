@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from typing import TYPE_CHECKING
 
 import grpc
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from tokasaurus.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
 
 _IDLE_TIMEOUT_S = 10.0  # the watch ends after this time without a call of ``latest``
-_POLL_S = 1.0
 
 
 class PlanWatch:
@@ -26,31 +24,27 @@ class PlanWatch:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._plan: observe_pb2.WatchPlansResponse | None = None
-        self._requested_at = 0.0
         self._task: asyncio.Task[None] | None = None
+        self._idle: asyncio.Timeout | None = None
 
     def latest(self) -> observe_pb2.WatchPlansResponse | None:
         """Return the latest plan, or None if none has arrived yet."""
-        self._requested_at = time.monotonic()
         if self._task is None and (stub := self._replica.stub) is not None:
             self._task = asyncio.create_task(self._watch(stub))
+        if self._idle is not None and not self._idle.expired():
+            self._idle.reschedule(asyncio.get_running_loop().time() + _IDLE_TIMEOUT_S)
         return self._plan
 
     async def _watch(self, stub: "SchedulerServiceAsyncStub") -> None:
-        reading = asyncio.create_task(self._read(stub))
-        try:
-            while not reading.done() and time.monotonic() - self._requested_at < _IDLE_TIMEOUT_S:
-                await asyncio.wait((reading,), timeout=_POLL_S)
-        finally:
-            reading.cancel()
-            self._task, self._plan = None, None
-
-    async def _read(self, stub: "SchedulerServiceAsyncStub") -> None:
         # The observer's other RPCs show the error. UsageError means that the channel is closed.
-        with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError):
-            call = stub.WatchPlans(observe_pb2.WatchPlansRequest(), metadata=self._replica.metadata())
+        with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError, TimeoutError):
             try:
-                async for plan in call:
-                    self._plan = plan
+                call = stub.WatchPlans(observe_pb2.WatchPlansRequest(), metadata=self._replica.metadata())
+                try:
+                    async with asyncio.timeout(_IDLE_TIMEOUT_S) as self._idle:
+                        async for plan in call:
+                            self._plan = plan
+                finally:
+                    call.cancel()
             finally:
-                call.cancel()
+                self._task, self._plan, self._idle = None, None, None
