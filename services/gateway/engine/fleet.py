@@ -142,7 +142,7 @@ class Fleet:
         """
 
         def ready() -> ModelFacts | None:
-            facts = self._look_up(known, name) if (known := self.models) else None
+            facts = self._look_up(name) if self.models else None
             return facts if facts is not None and (self._failover.enabled or self._ready(facts.id)) else None
 
         return await self._wait_for(ready)
@@ -239,11 +239,13 @@ class Fleet:
 
     def find_model(self, name: str) -> ModelFacts | None:
         """Return the model that has ``name`` as its id or as an alias, or None."""
-        return _find_model(self.models, name)
+        known = self.models
+        return known.get(name) or next((facts for facts in known.values() if name in facts.aliases), None)
 
-    def _look_up(self, known: dict[str, ModelFacts], name: str | None) -> ModelFacts:
-        if name and (facts := _find_model(known, name)) is not None:
+    def _look_up(self, name: str | None) -> ModelFacts:
+        if name and (facts := self.find_model(name)) is not None:
             return facts
+        known = self.models
         if len(known) == 1 and not (name and self._strict_names):
             return next(iter(known.values()))
         served = ", ".join(sorted(known))
@@ -257,9 +259,3 @@ class Fleet:
         self._changed.set()
         self._changed = asyncio.Event()
         self._failover.wake()
-
-
-def _find_model(known: dict[str, ModelFacts], name: str) -> ModelFacts | None:
-    if name in known:
-        return known[name]
-    return next((facts for facts in known.values() if name in facts.aliases), None)
