@@ -1,5 +1,6 @@
 """The document at ``/openapi.json``: FastAPI's, with the schemas of bodies and errors."""
 
+import json
 from typing import Any
 
 from fastapi import FastAPI
@@ -8,43 +9,35 @@ from fastapi.openapi.utils import get_openapi
 from services.gateway.anthropic.errors import CREATE
 
 _SCHEMAS = "#/components/schemas/"
-_ERROR = {
-    "title": "Error",
-    "description": "The error of OpenAI's API.",
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-_ANTHROPIC_ERROR = {
-    "title": "AnthropicError",
-    "description": "The error of Anthropic's API.",
-    "type": "object",
-    "required": ["type", "error", "request_id"],
-    "properties": {
+_STRING = {"type": "string"}
+_STRING_OR_NULL = {"type": ["string", "null"]}
+
+
+def _object(properties: dict[str, Any], **rest: str) -> dict[str, Any]:
+    """Return the schema of an object that always has all ``properties``."""
+    return {**rest, "type": "object", "required": [*properties], "properties": properties}
+
+
+_ERROR = _object(
+    {"error": _object({"message": _STRING, "type": _STRING, "param": _STRING_OR_NULL, "code": _STRING_OR_NULL})},
+    title="Error",
+    description="The error of OpenAI's API.",
+)
+_ANTHROPIC_ERROR = _object(
+    {
         "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message", "details"],
-            "properties": {
-                "type": {"type": "string"},
-                "message": {"type": "string"},
-                "details": {"type": "object", "properties": {"error_code": {"type": "string"}}},
-            },
-        },
-        "request_id": {"type": "string"},
+        "error": _object(
+            {
+                "type": _STRING,
+                "message": _STRING,
+                "details": {"type": "object", "properties": {"error_code": _STRING}},
+            }
+        ),
+        "request_id": _STRING,
     },
-}
+    title="AnthropicError",
+    description="The error of Anthropic's API.",
+)
 
 
 def describe(api: FastAPI) -> dict[str, Any]:
@@ -74,17 +67,6 @@ def _lifted(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
     References are resolved in the whole document, where the ``#/$defs`` of a body do not exist.
     """
     owner = schema.get("title", "")
-
-    def lift(part: Any) -> Any:
-        if isinstance(part, list):
-            return [lift(each) for each in part]
-        if not isinstance(part, dict):
-            return part
-        lifted = {name: lift(value) for name, value in part.items() if name != "$defs"}
-        if isinstance(lifted.get("$ref"), str):
-            lifted["$ref"] = lifted["$ref"].replace("#/$defs/", f"{_SCHEMAS}{owner}.")
-        return lifted
-
-    schemas |= {f"{owner}.{name}": lift(each) for name, each in schema.get("$defs", {}).items()}
-    lifted: dict[str, Any] = lift(schema)
+    lifted: dict[str, Any] = json.loads(json.dumps(schema).replace("#/$defs/", f"{_SCHEMAS}{owner}."))
+    schemas |= {f"{owner}.{name}": each for name, each in lifted.pop("$defs", {}).items()}
     return lifted
