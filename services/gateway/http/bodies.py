@@ -35,16 +35,16 @@ class HeldBodies:
         finally:
             body.resize(0)
 
+    def fits(self, name: str, more: int) -> bool:
+        """Return whether the key ``name``, or a caller without a key, may use ``more`` bytes."""
+        return self.bytes + more <= self._most and (not name or self._by_key[name] + more <= self._most_of_key)
+
     def change(self, name: str, by: int) -> None:
         """Add ``by`` bytes, which may be negative, to those of the key ``name``."""
         self.bytes += by
         if name:
             self._by_key[name] += by
             self._by_key += Counter()  # removes keys with zero bytes
-
-    def fits(self, name: str, more: int) -> bool:
-        """Return whether the key ``name``, or a caller without a key, may use ``more`` bytes."""
-        return self.bytes + more <= self._most and (not name or self._by_key[name] + more <= self._most_of_key)
 
 
 class HeldBody:
@@ -54,18 +54,20 @@ class HeldBody:
         self._bodies, self._name = bodies, name
         self._bytes = 0
 
-    def resize(self, size: int) -> None:
-        """Change the counted size to ``size`` bytes. Raises ``TooManyBodies`` if that exceeds the limit."""
-        self.check(size)
-        self._bodies.change(self._name, size - self._bytes)
-        self._bytes = size
+    def resize(self, size: int) -> TooManyBodies | None:
+        """Change the counted size to ``size`` bytes, unless that exceeds the limit. Return the error if it does."""
+        if (refusal := self.refusal(size)) is None:
+            self._bodies.change(self._name, size - self._bytes)
+            self._bytes = size
+        return refusal
 
-    def check(self, size: int) -> None:
-        """Raise ``TooManyBodies`` if ``size`` bytes exceed the limit."""
+    def refusal(self, size: int) -> TooManyBodies | None:
+        """Return the error for a body of ``size`` bytes, or None if the limit allows it."""
         more = size - self._bytes
-        if more > 0 and not self._bodies.fits(self._name, more):
-            raise TooManyBodies(
-                "request bodies use all the memory that max_bodies_bytes= allows; send the request again later, or a"
-                " smaller one",
-                retry_after_s=_RETRY_S,
-            )
+        if more <= 0 or self._bodies.fits(self._name, more):
+            return None
+        return TooManyBodies(
+            "request bodies use all the memory that max_bodies_bytes= allows; send the request again later, or a"
+            " smaller one",
+            retry_after_s=_RETRY_S,
+        )

@@ -12,7 +12,7 @@ import structlog
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from services.common.errors import PayloadTooLarge, TokaError, TooManyBodies, UnsupportedMediaType
+from services.common.errors import PayloadTooLarge, TokaError, UnsupportedMediaType
 from services.common.json_scan import Raw
 from services.common.keys import Key, salted
 from services.common.process.tracing import HEADER
@@ -66,11 +66,8 @@ async def read_body(request: Request, limit: int) -> Raw:
     announced = int(request.headers.get("content-length", 0))
     held: HeldBody | None = request.scope.get(BODY)
     refusal: TokaError | None = _too_large(limit) if announced > limit else None
-    try:
-        if held is not None and refusal is None:
-            held.check(announced)
-    except TooManyBodies as error:
-        refusal = error
+    if held is not None and refusal is None:
+        refusal = held.refusal(announced)
     if refusal is not None and "expect" in request.headers:  # the client sends its body after "100 Continue"
         raise refusal
     body, size = bytearray(), 0
@@ -79,7 +76,7 @@ async def read_body(request: Request, limit: int) -> Raw:
         if size > limit:
             refusal = _too_large(limit)
         elif refusal is None and held is not None:
-            refusal = _no_room(held, size)
+            refusal = held.resize(size)
         if refusal is None:
             body += part
         elif body:
@@ -91,15 +88,6 @@ async def read_body(request: Request, limit: int) -> Raw:
     if refusal is not None:
         raise refusal
     return body if len(body) > _COPIED_BYTES else bytes(body)
-
-
-def _no_room(held: HeldBody, size: int) -> TokaError | None:
-    """Count ``size`` bytes of body. Return the error if they exceed the limit."""
-    try:
-        held.resize(size)
-    except TooManyBodies as error:
-        return error
-    return None
 
 
 def name_request(scope: MutableMapping[str, Any]) -> str:
