@@ -18,26 +18,26 @@ _PREFLIGHT_S = 600  # lifetime of a preflight response in browsers
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """Return ``app`` with CORS for ``origins``, or ``app`` itself if there are none."""
-    return _CrossOrigin(app, origins) if origins else app
+    if not origins:
+        return app
+    return _CrossOrigin(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "HEAD", "POST", "DELETE"),
+        allow_headers=("*",),
+        expose_headers=_EXPOSED,
+        max_age=_PREFLIGHT_S,
+    )
 
 
-class _CrossOrigin:
+class _CrossOrigin(CORSMiddleware):
     """Lets pages of the allowed origins call everything but the console.
 
     Another page could cancel requests through the console.
     """
 
-    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
-        self._app = app
-        self._cors = CORSMiddleware(
-            app,
-            allow_origins=origins,
-            allow_methods=("GET", "HEAD", "POST", "DELETE"),
-            allow_headers=("*",),
-            expose_headers=_EXPOSED,
-            max_age=_PREFLIGHT_S,
-        )
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        own = scope["type"] == "http" and scope["path"].startswith(CONSOLE)
-        await (self._app if own else self._cors)(scope, receive, send)
+        if scope["type"] == "http" and scope["path"].startswith(CONSOLE):
+            await self.app(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
