@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 from services.common.errors import Overloaded, TokaError, Unavailable
 from services.common.host.descriptors import reserve_of
@@ -32,30 +32,19 @@ class Transfers:
 
         Raises ``Overloaded`` if the key stays at its limit, and ``Unavailable`` if the gateway does.
         """
+        busy = f"{self._most} uploads and downloads of files run already; try again later"
+        limits: list[tuple[asyncio.Semaphore, TokaError]] = [
+            (self._all, Unavailable(busy, reason="TOO_MANY_TRANSFERS"))
+        ]
+        if owner:
+            busy = f"{self._most_of_key} uploads and downloads of this API key run already, its share; try again later"
+            share = self._of_keys.setdefault(owner, asyncio.Semaphore(self._most_of_key))
+            limits.insert(0, (share, Overloaded(busy, retry_after_s=_RETRY_S, reason="RATE_LIMIT_EXCEEDED")))
         async with contextlib.AsyncExitStack() as acquired:
-            if owner:
-                share = self._of_keys.setdefault(owner, asyncio.Semaphore(self._most_of_key))
-                await self._acquire(share, acquired, self._key_is_busy)
-            await self._acquire(self._all, acquired, self._all_are_busy)
+            for semaphore, refusal in limits:
+                try:
+                    async with asyncio.timeout(self._wait_s):
+                        await acquired.enter_async_context(semaphore)
+                except TimeoutError:
+                    raise refusal from None
             yield
-
-    async def _acquire(
-        self, semaphore: asyncio.Semaphore, acquired: contextlib.AsyncExitStack, refusal: Callable[[], TokaError]
-    ) -> None:
-        try:
-            async with asyncio.timeout(self._wait_s):
-                await acquired.enter_async_context(semaphore)
-        except TimeoutError:
-            raise refusal() from None
-
-    def _key_is_busy(self) -> TokaError:
-        return Overloaded(
-            f"{self._most_of_key} uploads and downloads of this API key run already, its share; try again later",
-            retry_after_s=_RETRY_S,
-            reason="RATE_LIMIT_EXCEEDED",
-        )
-
-    def _all_are_busy(self) -> TokaError:
-        return Unavailable(
-            f"{self._most} uploads and downloads of files run already; try again later", reason="TOO_MANY_TRANSFERS"
-        )
