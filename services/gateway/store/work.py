@@ -44,15 +44,15 @@ async def candidates(session: AsyncSession, pool: str) -> list[Candidate]:
     overdue = now() - _ORPHANED_S
     times = (StoredBatch.expires_at, StoredBatch.cancelling_at, StoredBatch.finalizing_at)
     ours = or_(StoredBatch.pool == pool, *(at <= overdue for at in times))
-    validating = StoredBatch.status == VALIDATING
-    phase = validating & (StoredBatch.expires_at > now())
+    phase = _to_validate()
     full = (
         select(StoredBatch.fairness_key)
         .where(StoredBatch.status == IN_PROGRESS, StoredBatch.pool == pool)
         .group_by(StoredBatch.fairness_key)
         .having(func.count() >= MAX_ACTIVE_OF_KEY)
     )
-    rank = func.row_number().over(partition_by=(StoredBatch.fairness_key, validating), order_by=StoredBatch.seq)
+    kind = StoredBatch.fairness_key, StoredBatch.status == VALIDATING
+    rank = func.row_number().over(partition_by=kind, order_by=StoredBatch.seq)
     found = (
         select(StoredBatch.fairness_key, StoredBatch.seq, phase.label("validating"), rank.label("rank"))
         .where(StoredBatch.status.in_(ACTIVE), StoredBatch.lease_until <= time.time(), ours)
@@ -62,6 +62,10 @@ async def candidates(session: AsyncSession, pool: str) -> list[Candidate]:
     columns = (found.c.fairness_key, found.c.seq, found.c.validating)
     query = select(*columns).where(found.c.rank <= _FOUND_OF_KEY).order_by(found.c.seq)
     return [Candidate(*row) for row in await session.execute(query)]
+
+
+def _to_validate() -> ColumnElement[bool]:
+    return (StoredBatch.status == VALIDATING) & (StoredBatch.expires_at > now())
 
 
 def _to_finish() -> ColumnElement[bool]:
@@ -78,21 +82,13 @@ def _to_finish() -> ColumnElement[bool]:
 
 async def work_to_do(session: AsyncSession, batch: StoredBatch) -> dict[str, Any] | None:
     """Return the columns of ``batch`` to change for its validation or finishing, or None if it needs neither."""
-    if batch.status not in ACTIVE:  # another gateway has ended it
+    due = select(StoredBatch.seq).where(StoredBatch.seq == batch.seq, or_(_to_validate(), _to_finish()))
+    if await session.scalar(due) is None:
         return None
-    if batch.status == FINALIZING or (batch.status == VALIDATING and batch.expires_at > now()):
+    at, status = now(), batch.status
+    if status in (FINALIZING, CANCELLING) or (status == VALIDATING and batch.expires_at > at):
         return {}
-    chunks = select(Chunk.number).where(Chunk.batch_seq == batch.seq, Chunk.done.is_(False))
-    if batch.status == CANCELLING:
-        live = await session.scalar(chunks.where(Chunk.lease_until > time.time()).limit(1))
-        return {} if live is None else None
-    if batch.expires_at <= now():
-        ending = EXPIRED
-    elif await session.scalar(chunks.limit(1)) is None:
-        ending = COMPLETED
-    else:
-        return None
-    return {"status": FINALIZING, "ending": ending, "finalizing_at": now()}
+    return {"status": FINALIZING, "ending": EXPIRED if batch.expires_at <= at else COMPLETED, "finalizing_at": at}
 
 
 async def runnable(
