@@ -199,7 +199,7 @@ class Executor:
         key, batch = chunk.lease.key, chunk.lease.batch
         try:
             if not chunk.left:  # every result is stored, but the chunk is not closed: no later result would close it
-                await self._end_chunk(key)
+                await self._keep({key: []})
             await self._runner.start(chunk)
         except TokaError as error:
             self._drop(key)
@@ -266,12 +266,6 @@ class Executor:
         if not chunk.left:
             self._drop(key)
             self._work.set()  # it may have been the last of the batch
-
-    async def _end_chunk(self, key: ChunkKey) -> None:
-        async with self._writing:
-            await self._leases.commit({key: []})
-        self._drop(key)
-        self._work.set()
 
     def _drop(self, key: ChunkKey) -> None:
         """Stop running a chunk: it is done, its lease was lost, or its Batch job has ended."""
