@@ -60,24 +60,21 @@ class Batches:
         ``Overloaded`` if its key has ``MAX_UNFINISHED`` Batch jobs.
         """
         try:
-            await self._add(batch)
+            async with self._store.writing() as session:
+                await _check_room(session, batch.fairness_key)
+                file = await FILES.find(
+                    session, batch.input_file_id, batch.key_name, field="input_file_id", locked=True, shared=True
+                )
+                if file.purpose != "batch":
+                    raise InvalidValue(
+                        f"the file {file.id} was uploaded for {file.purpose!r}; upload it with purpose batch",
+                        field="input_file_id",
+                    )
+                batch.input_blob = file.blob
+                session.add(batch)
         except IntegrityError:
             raise AlreadyExists(f"there is a batch {batch.id}") from None
         return Shown(batch, Counts(), None)
-
-    async def _add(self, batch: StoredBatch) -> None:
-        async with self._store.writing() as session:
-            await _check_room(session, batch.fairness_key)
-            file = await FILES.find(
-                session, batch.input_file_id, batch.key_name, field="input_file_id", locked=True, shared=True
-            )
-            if file.purpose != "batch":
-                raise InvalidValue(
-                    f"the file {file.id} was uploaded for {file.purpose!r}; upload it with purpose batch",
-                    field="input_file_id",
-                )
-            batch.input_blob = file.blob
-            session.add(batch)
 
     async def get(self, batch_id: str, key_name: str) -> Shown:
         """Return a Batch job. Raises ``NotFound``, also for another key's."""
