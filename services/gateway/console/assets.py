@@ -1,7 +1,9 @@
 """The console's static files, served as they are in the package."""
 
 import hashlib
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from fastapi import Request, Response
 
@@ -37,29 +39,28 @@ _HEADERS = {
 }
 
 
-class Assets:
-    """The files, read into memory once. A path in a request is never used as a path of the file system."""
+class _Asset(NamedTuple):
+    content: bytes
+    media_type: str
+    tag: str
 
-    def __init__(self) -> None:
-        files = {path.name: path for path in sorted(_DIRECTORY.iterdir()) if path.suffix in _TYPES}
-        self._contents = {name: (path.read_bytes(), _TYPES[path.suffix]) for name, path in files.items()}
-        self._tags = {
-            name: f'"{hashlib.sha256(content).hexdigest()[:32]}"' for name, (content, _) in self._contents.items()
-        }
 
-    def page(self, request: Request) -> Response:
-        """Return the console's page."""
-        return self._respond(request, "index.html")
+@cache
+def _assets() -> dict[str, _Asset]:
+    """Return the files by name, read once. A path in a request is never used as a path of the file system."""
+    found = {}
+    for path in _DIRECTORY.iterdir():
+        if path.suffix in _TYPES:
+            content = path.read_bytes()
+            found[path.name] = _Asset(content, _TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+    return found
 
-    def file(self, request: Request, name: str) -> Response:
-        """Return a static file. Raises ``NotFound``."""
-        if name not in self._contents:
-            raise NotFound(f"the console has no file {name[:100]!r}", reason="UNKNOWN_URL")
-        return self._respond(request, name)
 
-    def _respond(self, request: Request, name: str) -> Response:
-        content, media_type = self._contents[name]
-        headers = _HEADERS | {"etag": self._tags[name]}
-        if request.headers.get("if-none-match") == headers["etag"]:
-            return Response(status_code=304, headers=headers)
-        return Response(content, headers=headers | {"content-type": media_type})
+def respond(request: Request, name: str) -> Response:
+    """Return a static file. Raises ``NotFound``."""
+    if (asset := _assets().get(name)) is None:
+        raise NotFound(f"the console has no file {name[:100]!r}", reason="UNKNOWN_URL")
+    headers = _HEADERS | {"etag": asset.tag}
+    if request.headers.get("if-none-match") == asset.tag:
+        return Response(status_code=304, headers=headers)
+    return Response(asset.content, headers=headers | {"content-type": asset.media_type})

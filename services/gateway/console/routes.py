@@ -1,12 +1,10 @@
 """The endpoints of ``/console``."""
 
-from functools import cache
-
 from fastapi import Request, Response
 
 from services.common.errors import InvalidRequest, TokaError
 from services.common.keys import ADMIN
-from services.gateway.console.assets import Assets
+from services.gateway.console.assets import respond
 from services.gateway.console.cancelling import cancel_request
 from services.gateway.console.observer import Observer
 from services.gateway.http.errors import response, to_response
@@ -18,13 +16,11 @@ from services.gateway.openai.router import Router
 pages = Router(scope=None)
 live = Router(scope=ADMIN)  # figures, and what an operator can do about them
 
-_assets = cache(Assets)
-
 
 @pages.get(CONSOLE, include_in_schema=False)
 async def get_page(request: Request) -> Response:
     """Return the console's page."""
-    return _assets().page(request)
+    return respond(request, "index.html")
 
 
 @pages.get(f"{CONSOLE}/", include_in_schema=False)
@@ -36,7 +32,7 @@ async def redirect_to_page(request: Request) -> Response:
 @pages.get(f"{CONSOLE}/static/{{name:path}}", include_in_schema=False)
 async def get_file(request: Request, name: str) -> Response:
     """Return a static file. Raises ``NotFound``."""
-    return _assets().file(request, name)
+    return respond(request, name)
 
 
 @pages.get(f"{CONSOLE}/config", include_in_schema=False)
