@@ -16,7 +16,7 @@ from services.gateway.app.openapi import describe
 from services.gateway.app.routes import RouteTable
 from services.gateway.batch.service import BatchService
 from services.gateway.console.observer import Observer
-from services.gateway.engine.tracing import RequestSpan
+from services.gateway.engine.tracing import request_span
 from services.gateway.http import errors
 from services.gateway.http.bodies import HeldBodies
 from services.gateway.http.cors import with_cors
@@ -85,10 +85,10 @@ class _Application:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, key, limits = scope["path"], scope.get(KEY), self._guard.limits
-        request, span = Request(scope, receive), None
+        request, trace_response = Request(scope, receive), None
         with contextlib.ExitStack() as running:
             if self._tracing is not None:
-                span = running.enter_context(RequestSpan(self._tracing, scope))
+                trace_response = running.enter_context(request_span(self._tracing, scope))
             try:
                 running.enter_context(limits.running(key))
                 response = await self._endpoints[path](request)
@@ -99,8 +99,8 @@ class _Application:
             response.headers.update(limits.headers(key))
             response.headers[REQUEST_ID] = id_in_header(scope)
             self._metrics.count_response(path, response.status_code)
-            if span is not None:
-                span.answers(response)
+            if trace_response is not None:
+                trace_response(response)
             await response(scope, receive, send)
 
     async def _refuse(self, error: TokaError, scope: Scope, receive: Receive, send: Send) -> None:
