@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -38,20 +37,6 @@ _RESPONSES = OwnedRows(
 )
 
 
-@dataclass(frozen=True)
-class KeptResponse:
-    """A response with all items before its output. They include earlier turns, which may be deleted before it."""
-
-    body: bytes  # JSON
-    items: bytes  # JSON: a list of the conversation's items, each with its own id
-    status: str
-
-    @property
-    def size(self) -> int:
-        """Size in bytes."""
-        return len(self.body) + len(self.items)
-
-
 class Responses:
     """The records of responses in ``store``. ``owner`` is this gateway's name in leases."""
 
@@ -65,7 +50,7 @@ class Responses:
     ) -> None:
         """Store a response that has ended, and in the same transaction append its items to a conversation.
 
-        ``items`` is as in ``KeptResponse``. Raises ``AlreadyExists`` if the id is in use, ``NotFound`` if the
+        ``items`` is as in ``StoredResponse``. Raises ``AlreadyExists`` if the id is in use, ``NotFound`` if the
         conversation was deleted, ``Overloaded`` if too many bytes wait for the store, and the store's errors.
         """
         record = _record(body, items, key_name)
@@ -79,11 +64,10 @@ class Responses:
         except IntegrityError as error:
             raise AlreadyExists("a response with this id is stored already") from error
 
-    async def get(self, response_id: str, key_name: str = "") -> KeptResponse:
+    async def get(self, response_id: str, key_name: str = "") -> StoredResponse:
         """Return a response. Raises ``NotFound``, also for another key's."""
         async with self._store.reading() as session:
-            record = await _RESPONSES.find(session, response_id, key_name)
-        return KeptResponse(record.body, record.items, record.status)
+            return await _RESPONSES.find(session, response_id, key_name)
 
     async def bodies(self, ids: Collection[str], key_name: str, most_bytes: int) -> list[bytes]:
         """Return the bodies of the key's responses among ``ids``. Stop reading after more than ``most_bytes``."""

@@ -82,7 +82,9 @@ class StoredFile(Owned, Base):
 
 
 class StoredResponse(Owned, Base):
-    """A response of ``/v1/responses``, and the conversation that it answers.
+    """A response of ``/v1/responses``, with all items before its output.
+
+    The items include those of earlier turns, which may be deleted before the response.
 
     While a background response is ``queued`` or ``in_progress``, the gateway ``owner`` generates it and extends
     ``lease_until``. Any gateway may mark one whose lease has passed as failed.
@@ -91,11 +93,16 @@ class StoredResponse(Owned, Base):
     __tablename__ = "toka_responses"
 
     body: Mapped[bytes] = mapped_column(Bytes)  # JSON, as sent to the client
-    items: Mapped[bytes] = mapped_column(Bytes)  # JSON: a list of items
+    items: Mapped[bytes] = mapped_column(Bytes)  # JSON: a list of items, each with its own id
     expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
     status: Mapped[str] = mapped_column(String(16), default=COMPLETED, server_default=COMPLETED)
     owner: Mapped[str | None] = mapped_column(String(160))
     lease_until: Mapped[float | None] = mapped_column(Double, index=True)  # None: no gateway works on it
+
+    @property
+    def size(self) -> int:
+        """Size in bytes."""
+        return len(self.body) + len(self.items)
 
 
 class StoredEvents(Base):

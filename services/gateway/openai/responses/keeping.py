@@ -32,7 +32,7 @@ _ITEMS = TypeAdapter(list[Item])
 
 @dataclass(frozen=True)
 class Keeper:
-    """Stores one response. ``items``: the conversation that it answers, see ``KeptResponse``."""
+    """Stores one response. ``items``: the conversation that it answers, see ``StoredResponse``."""
 
     records: Responses
     conversations: Conversations
