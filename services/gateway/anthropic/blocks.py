@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from services.gateway.openai.body import Body
+from services.gateway.openai.body import Body, optional
 from services.gateway.openai.messages import MAX_PARTS
 
 _SUPPORTED = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
@@ -90,7 +90,7 @@ class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: str
     content: TextBlocks | None = None
-    is_error: bool | None = Field(default=None, description="true: the text begins with Error:")
+    is_error: bool | None = optional("true: the text begins with Error:")
     cache_control: Any = None
 
 

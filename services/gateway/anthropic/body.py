@@ -9,7 +9,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.anthropic.blocks import TextBlocks, Turn
 from services.gateway.anthropic.conversation import ModelTraits, chat_messages, check_prefill
 from services.gateway.anthropic.tools import MessagesTool, MessagesToolChoice
-from services.gateway.openai.body import Body, Elsewhere
+from services.gateway.openai.body import Body, Elsewhere, optional
 from services.gateway.openai.fields import Stops
 from services.gateway.openai.grammar.body import NamedSchema, ResponseFormat
 from services.gateway.openai.json_value import check_schema
@@ -51,12 +51,10 @@ class Thinking(Body):
     """Settings of thinking before the answer."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
-        default=None, description="Maximum number of tokens in the thinking, if the server can limit it."
+    budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = optional(
+        "Maximum number of tokens in the thinking, if the server can limit it."
     )
-    display: Literal["summarized", "omitted"] | None = Field(
-        default=None, description="omitted: return thinking blocks without their text."
-    )
+    display: Literal["summarized", "omitted"] | None = optional("omitted: return thinking blocks without their text.")
 
     @property
     def wanted(self) -> bool:
@@ -80,8 +78,8 @@ class JsonFormat(Body):
 class OutputConfig(Body):
     """Settings of the answer."""
 
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        default=None, description="For chat templates that have reasoning_effort."
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = optional(
+        "For chat templates that have reasoning_effort."
     )
     format: JsonFormat | None = None
 
@@ -109,33 +107,26 @@ class CountTokensBody(Body):
     nested: ClassVar[tuple[str, ...]] = ("messages", "system", "tools", "tool_choice", "thinking", "output_config")
     elsewhere: ClassVar[Mapping[str, Elsewhere]] = refused_names(_LENGTH, _FORMAT, "messages", _ELSEWHERE)
 
-    model: str | None = Field(
-        default=None,
-        description="Name of the served model. Default: the served model. strict_model_names= decides on other names.",
+    model: str | None = optional(
+        "Name of the served model. Default: the served model. strict_model_names= decides on other names."
     )
     messages: Annotated[
         list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, description="The conversation, in order.")
     ]
-    system: TextBlocks | None = Field(
-        default=None, description="A system message before the conversation: a text, or blocks of type text."
+    system: TextBlocks | None = optional("A system message before the conversation: a text, or blocks of type text.")
+    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = optional(
+        "Functions that the model may call."
     )
-    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = Field(
-        default=None, description="Functions that the model may call."
+    tool_choice: MessagesToolChoice | None = optional("auto, any, none, or a tool by its name.")
+    thinking: Thinking | None = optional(
+        "enabled, adaptive or disabled. Default: disabled, if the chat template has enable_thinking."
     )
-    tool_choice: MessagesToolChoice | None = Field(default=None, description="auto, any, none, or a tool by its name.")
-    thinking: Thinking | None = Field(
-        default=None,
-        description="enabled, adaptive or disabled. Default: disabled, if the chat template has enable_thinking.",
+    output_config: OutputConfig | None = optional("Effort, and the schema that the text has to match.")
+    output_format: JsonFormat | None = optional("Older name of output_config.format.")
+    context_management: ContextManagement | None = optional(
+        "clear_thinking_20251015 with keep=all, which has no effect. Other edits are rejected."
     )
-    output_config: OutputConfig | None = Field(
-        default=None, description="Effort, and the schema that the text has to match."
-    )
-    output_format: JsonFormat | None = Field(default=None, description="Older name of output_config.format.")
-    context_management: ContextManagement | None = Field(
-        default=None,
-        description="clear_thinking_20251015 with keep=all, which has no effect. Other edits are rejected.",
-    )
-    cache_control: Any = Field(default=None, description="Accepted: every prompt is cached.")
+    cache_control: Any = optional("Accepted: every prompt is cached.")
 
     @field_validator("tools")
     @classmethod
@@ -194,22 +185,16 @@ class CountTokensBody(Body):
 class MessagesBody(CountTokensBody, SamplingBody):
     """The body of ``POST /v1/messages``."""
 
-    stream: bool | None = Field(
-        default=None, description="true: send server-sent events, with message_stop as the last one."
-    )
+    stream: bool | None = optional("true: send server-sent events, with message_stop as the last one.")
     stop: Stops = Field(default=(), description="The same as stop_sequences.")
     max_tokens: Annotated[int, Field(ge=1, description="Maximum number of tokens in the answer, thinking included.")]
     stop_sequences: Stops = Field(
         default=(), description="At most 16 stop strings of at most 4,096 bytes. The answer ends before the first one."
     )
-    metadata: dict[str, Any] | None = Field(default=None, description="Accepted without effect.")
-    service_tier: Literal["auto", "standard_only"] | None = Field(
-        default=None, description="Accepted: there is only one tier."
-    )
-    diagnostics: Any = Field(default=None, description="Accepted without effect.")
-    thread: Any = Field(
-        default=None, description="Not supported: rejected with 400. The SDK then sends whole conversations."
-    )
+    metadata: dict[str, Any] | None = optional("Accepted without effect.")
+    service_tier: Literal["auto", "standard_only"] | None = optional("Accepted: there is only one tier.")
+    diagnostics: Any = optional("Accepted without effect.")
+    thread: Any = optional("Not supported: rejected with 400. The SDK then sends whole conversations.")
 
     @model_validator(mode="after")
     def _one_list_of_stops(self) -> "MessagesBody":

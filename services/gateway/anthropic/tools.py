@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from services.gateway.openai.body import Body
+from services.gateway.openai.body import Body, optional
 from services.gateway.openai.json_value import check_schema
 from services.gateway.openai.messages import Function, NamedFunction, NamedTool, Tool
 from services.gateway.openai.messages import ToolChoice as ChatToolChoice
@@ -40,19 +40,14 @@ class MessagesTool(_CustomType):
     name: ToolName
     description: str | None = None
     input_schema: dict[str, Any] = Field(description="JSON Schema of the input.")
-    strict: bool | None = Field(
-        default=None,
-        description="true: the input always matches input_schema, even if the model decides to call the tool.",
+    strict: bool | None = optional(
+        "true: the input always matches input_schema, even if the model decides to call the tool."
     )
-    defer_loading: Literal[False] | None = Field(default=None, description="true is rejected.")
-    allowed_callers: list[Literal["direct"]] | None = Field(
-        default=None, description="direct. Other callers are rejected."
-    )
-    input_examples: list[Any] | None = Field(default=None, description="Rejected unless it is empty.")
-    cache_control: Any = Field(default=None, description="Accepted: every prompt is cached.")
-    eager_input_streaming: Any = Field(
-        default=None, description="Accepted: input is always streamed while it is generated."
-    )
+    defer_loading: Literal[False] | None = optional("true is rejected.")
+    allowed_callers: list[Literal["direct"]] | None = optional("direct. Other callers are rejected.")
+    input_examples: list[Any] | None = optional("Rejected unless it is empty.")
+    cache_control: Any = optional("Accepted: every prompt is cached.")
+    eager_input_streaming: Any = optional("Accepted: input is always streamed while it is generated.")
 
     @field_validator("input_examples")
     @classmethod
@@ -80,7 +75,7 @@ class MessagesToolChoice(Body):
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool | None = Field(default=None, description="true: allow at most one call.")
+    disable_parallel_tool_use: bool | None = optional("true: allow at most one call.")
 
     @model_validator(mode="after")
     def _name_with_its_type(self) -> "MessagesToolChoice":

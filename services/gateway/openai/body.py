@@ -33,6 +33,11 @@ def _without_nul(value: str) -> str:
 Id = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
 
 
+def optional(description: str) -> Any:
+    """Return the default of a parameter that may be left out or null."""
+    return Field(default=None, description=description)
+
+
 class Elsewhere(NamedTuple):
     """A parameter of another endpoint or engine. It is rejected, because a client that sends it relies on it."""
 

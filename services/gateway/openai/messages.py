@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from services.common.json_scan import MAX_VALUES
 from services.common.large_json import count_marks
-from services.gateway.openai.body import Body
+from services.gateway.openai.body import Body, optional
 from services.gateway.openai.json_value import Schema
 
 # Far more than clients use. They limit the time to validate one body.
@@ -84,18 +84,16 @@ class Message(Body):
     consulted = frozenset((*_UNSUPPORTED_PARTS, *_UNSUPPORTED_MARKS))
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    tool_calls: Annotated[list[PastCall], Field(max_length=MAX_CALLS)] | None = Field(
-        default=None, description="Calls in a message of the assistant."
+    tool_calls: Annotated[list[PastCall], Field(max_length=MAX_CALLS)] | None = optional(
+        "Calls in a message of the assistant."
     )
     content: Annotated[
         str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None,
         Field(validate_default=True, description="A text, or parts of type text."),
     ] = None
     name: str | None = None
-    tool_call_id: str | None = Field(
-        default=None, description="Id of the call whose output a message of role tool has."
-    )
-    reasoning_content: str | None = Field(default=None, description="The assistant's reasoning.")
+    tool_call_id: str | None = optional("Id of the call whose output a message of role tool has.")
+    reasoning_content: str | None = optional("The assistant's reasoning.")
 
     @model_validator(mode="before")
     @classmethod
@@ -169,10 +167,9 @@ class Function(Body):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
-    parameters: Schema | None = Field(default=None, description="JSON Schema of the arguments.")
-    strict: bool | None = Field(
-        default=None,
-        description="true: the arguments always match parameters, even if the model decides to call the function.",
+    parameters: Schema | None = optional("JSON Schema of the arguments.")
+    strict: bool | None = optional(
+        "true: the arguments always match parameters, even if the model decides to call the function."
     )
 
 
@@ -242,21 +239,15 @@ class ConversationBody(Body):
     messages: Annotated[
         list[Message], Field(min_length=1, max_length=MAX_MESSAGES, description="The conversation, in order.")
     ]
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
-        default=None, description="Functions that the model may call."
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = optional("Functions that the model may call.")
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)] | None = optional(
+        "Documents for chat templates that take them. Other templates reject them."
     )
-    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)] | None = Field(
-        default=None, description="Documents for chat templates that take them. Other templates reject them."
-    )
-    add_generation_prompt: bool | None = Field(
-        default=None, description="true: the chat template opens the assistant's turn. Default: true."
-    )
-    continue_final_message: bool | None = Field(
-        default=None, description="true: the answer continues the assistant's last message."
-    )
+    add_generation_prompt: bool | None = optional("true: the chat template opens the assistant's turn. Default: true.")
+    continue_final_message: bool | None = optional("true: the answer continues the assistant's last message.")
     _only_allowed: bool = PrivateAttr(default=False)
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = Field(
-        default=None, description="Variables of the chat template, such as enable_thinking."
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = optional(
+        "Variables of the chat template, such as enable_thinking."
     )
 
     @field_validator("tools")

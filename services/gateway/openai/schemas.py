@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from services.common.json_scan import Bulk
 from services.common.logprobs_mode import LogprobsMode
 from services.common.request_bounds import MAX_BIASES, MAX_STOP_TOKENS
-from services.gateway.openai.body import Body, Elsewhere
+from services.gateway.openai.body import Body, Elsewhere, optional
 from services.gateway.openai.fields import (
     Bias,
     KeptTokens,
@@ -31,12 +31,11 @@ from services.gateway.openai.other_names import SAME, SAME_IN_CHAT, SIMILAR, SIM
 class StreamOptions(Body):
     """Options of a stream."""
 
-    include_usage: bool | None = Field(default=None, description="true: the last chunk has the usage.")
-    continuous_usage_stats: bool | None = Field(
-        default=None,
-        description="true: every chunk has the usage of its choice so far. Not allowed with include_usage=false.",
+    include_usage: bool | None = optional("true: the last chunk has the usage.")
+    continuous_usage_stats: bool | None = optional(
+        "true: every chunk has the usage of its choice so far. Not allowed with include_usage=false."
     )
-    include_obfuscation: bool | None = Field(default=None, description="Accepted: no padding is ever added.")
+    include_obfuscation: bool | None = optional("Accepted: no padding is ever added.")
 
     @model_validator(mode="after")
     def _usage_is_wanted(self) -> "StreamOptions":
@@ -51,75 +50,62 @@ class SamplingBody(Body):
     bulks: ClassVar[Mapping[str, Bulk]] = {"logit_bias": Bulk(MAX_BIASES)}
 
     model: ModelName = None
-    stream: bool | None = Field(
-        default=None, description="true: send server-sent events, with data: [DONE] as the last one."
+    stream: bool | None = optional("true: send server-sent events, with data: [DONE] as the last one.")
+    temperature: Annotated[float, in_range("temperature")] | None = optional(
+        "0 selects the most likely token. Default: the model's generation_config.json, else 1."
     )
-    temperature: Annotated[float, in_range("temperature")] | None = Field(
-        default=None,
-        description="0 selects the most likely token. Default: the model's generation_config.json, else 1.",
+    top_p: Annotated[float, in_range("top_p")] | None = optional(
+        "1 turns it off. Default: the model's generation_config.json, else 1."
     )
-    top_p: Annotated[float, in_range("top_p")] | None = Field(
-        default=None, description="1 turns it off. Default: the model's generation_config.json, else 1."
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = optional(
+        "0 and -1 turn it off. Default: the model's generation_config.json, else off."
     )
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
-        default=None, description="0 and -1 turn it off. Default: the model's generation_config.json, else off."
+    min_p: Annotated[float, in_range("min_p")] | None = optional(
+        "0 turns it off. Default: the model's generation_config.json, else off."
     )
-    min_p: Annotated[float, in_range("min_p")] | None = Field(
-        default=None, description="0 turns it off. Default: the model's generation_config.json, else off."
-    )
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(
-        default=None,
-        description="The same seed gives the same samples, whatever else runs. Samples of one request differ.",
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = optional(
+        "The same seed gives the same samples, whatever else runs. Samples of one request differ."
     )
     stop: Stops = Field(
         default=(), description="At most 16 stop strings of at most 4,096 bytes. The answer ends before the first one."
     )
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = Field(
-        default=None, description="Tokens that end the answer, in addition to the model's end tokens."
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = optional(
+        "Tokens that end the answer, in addition to the model's end tokens."
     )
-    ignore_eos: bool | None = Field(default=None, description="true: the model's end tokens do not end the answer.")
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        default=None, description="Number of tokens before which the answer cannot end."
+    ignore_eos: bool | None = optional("true: the model's end tokens do not end the answer.")
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = optional(
+        "Number of tokens before which the answer cannot end."
     )
-    logit_bias: Bias | None = Field(
-        default=None, description="Values that are added to the logits of tokens, by token id."
+    logit_bias: Bias | None = optional("Values that are added to the logits of tokens, by token id.")
+    frequency_penalty: Annotated[float, in_range("frequency_penalty")] | None = optional(
+        "Penalty for each time that the answer already has the token. 0 turns it off."
     )
-    frequency_penalty: Annotated[float, in_range("frequency_penalty")] | None = Field(
-        default=None, description="Penalty for each time that the answer already has the token. 0 turns it off."
+    presence_penalty: Annotated[float, in_range("presence_penalty")] | None = optional(
+        "Penalty if the answer already has the token. 0 turns it off."
     )
-    presence_penalty: Annotated[float, in_range("presence_penalty")] | None = Field(
-        default=None, description="Penalty if the answer already has the token. 0 turns it off."
+    repetition_penalty: Annotated[float, in_range("repetition_penalty")] | None = optional(
+        "Penalty for tokens of the prompt and of the answer so far. 1 turns it off."
+        " Default: the model's generation_config.json, else off."
     )
-    repetition_penalty: Annotated[float, in_range("repetition_penalty")] | None = Field(
-        default=None,
-        description="Penalty for tokens of the prompt and of the answer so far. 1 turns it off."
-        " Default: the model's generation_config.json, else off.",
+    logprobs_mode: LogprobsMode | None = optional(
+        "raw: log-probabilities of the model's distribution. processed: of the distribution that tokens are drawn from."
     )
-    logprobs_mode: LogprobsMode | None = Field(
-        default=None,
-        description="raw: log-probabilities of the model's distribution."
-        " processed: of the distribution that tokens are drawn from.",
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = optional(
+        "Maximum number of tokens in the reasoning section. The section is then ended, and the answer continues."
     )
-    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        default=None,
-        description="Maximum number of tokens in the reasoning section."
-        " The section is then ended, and the answer continues.",
+    priority: int | None = optional(
+        "0 is normal. Requests with a lower value run first, requests with a higher value last."
     )
-    priority: int | None = Field(
-        default=None,
-        description="0 is normal. Requests with a lower value run first, requests with a higher value last.",
+    cache_salt: Annotated[str, Field(max_length=256)] | None = optional(
+        "Cached prefixes are shared only with requests that have the same salt."
     )
-    cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
-        default=None, description="Cached prefixes are shared only with requests that have the same salt."
-    )
-    timeout: Timeout | None = Field(
-        default=None,
-        description="Seconds that the request may take, queueing included. The request then fails with 504.",
+    timeout: Timeout | None = optional(
+        "Seconds that the request may take, queueing included. The request then fails with 504."
     )
     # Metadata for OpenAI's own services. It is validated as OpenAI does.
-    user: str | None = Field(default=None, description="Accepted without effect.")
-    metadata: Metadata | None = Field(default=None, description="Accepted without effect.")
-    store: bool | None = Field(default=None, description="Accepted without effect.")
+    user: str | None = optional("Accepted without effect.")
+    metadata: Metadata | None = optional("Accepted without effect.")
+    store: bool | None = optional("Accepted without effect.")
 
 
 class GenerationBody(GrammarBody, SamplingBody):
@@ -129,46 +115,37 @@ class GenerationBody(GrammarBody, SamplingBody):
     elsewhere: ClassVar[Mapping[str, Elsewhere]] = SIMILAR
     other_names: ClassVar[Mapping[str, str]] = SAME
 
-    n: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="Number of samples per prompt. The prompt is computed once."
+    n: Annotated[int, Field(ge=1)] | None = optional("Number of samples per prompt. The prompt is computed once.")
+    stream_options: StreamOptions | None = optional("Only allowed with stream.")
+    max_tokens: Annotated[int, Field(ge=1)] | None = optional(
+        "Maximum number of tokens in an answer. Default: the model's generation_config.json, else the"
+        " rest of the context."
     )
-    stream_options: StreamOptions | None = Field(default=None, description="Only allowed with stream.")
-    max_tokens: Annotated[int, Field(ge=1)] | None = Field(
-        default=None,
-        description="Maximum number of tokens in an answer. Default: the model's generation_config.json, else the"
-        " rest of the context.",
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = optional(
+        "OpenAI's newer name of max_tokens. It takes precedence over max_tokens."
     )
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="OpenAI's newer name of max_tokens. It takes precedence over max_tokens."
+    include_stop_str_in_output: bool | None = optional(
+        "true: the answer includes the stop string or stop token that ended it."
     )
-    include_stop_str_in_output: bool | None = Field(
-        default=None, description="true: the answer includes the stop string or stop token that ended it."
+    skip_special_tokens: bool | None = optional(
+        "false: special tokens appear in the text by name. Not allowed with stop."
     )
-    skip_special_tokens: bool | None = Field(
-        default=None, description="false: special tokens appear in the text by name. Not allowed with stop."
+    return_token_ids: bool | None = optional("true: return token_ids in each choice, and prompt_token_ids.")
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = optional(
+        "Return the log-probabilities of the prompt's tokens, with this number of alternatives."
+        " Not allowed with stream."
     )
-    return_token_ids: bool | None = Field(
-        default=None, description="true: return token_ids in each choice, and prompt_token_ids."
+    prompt_logprobs_start: Annotated[int, Field(ge=0, lt=2**31)] | None = optional(
+        "Position of the first prompt token in prompt_logprobs. Cached prefixes before it are not computed again."
     )
-    prompt_logprobs: Annotated[int, Field(ge=0)] | None = Field(
-        default=None,
-        description="Return the log-probabilities of the prompt's tokens, with this number of alternatives."
-        " Not allowed with stream.",
+    logprobs_in_fingerprint: bool | None = optional(
+        "true: return log-probabilities, packed, in system_fingerprint. Not allowed with stream or echo."
     )
-    prompt_logprobs_start: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        default=None,
-        description="Position of the first prompt token in prompt_logprobs."
-        " Cached prefixes before it are not computed again.",
+    truncate_prompt_tokens: KeptTokens | None = optional(
+        "Maximum number of prompt tokens to keep. -1 keeps what the context has room for."
     )
-    logprobs_in_fingerprint: bool | None = Field(
-        default=None,
-        description="true: return log-probabilities, packed, in system_fingerprint. Not allowed with stream or echo.",
-    )
-    truncate_prompt_tokens: KeptTokens | None = Field(
-        default=None, description="Maximum number of prompt tokens to keep. -1 keeps what the context has room for."
-    )
-    truncation_side: Literal["left", "right"] | None = Field(
-        default=None, description="Side on which a longer prompt is truncated. Default: left."
+    truncation_side: Literal["left", "right"] | None = optional(
+        "Side on which a longer prompt is truncated. Default: left."
     )
 
     @property
@@ -226,28 +203,20 @@ class CompletionBody(GenerationBody):
     prompt: Prompts = Field(
         description="A text, a list of texts, a list of token ids, or a list of lists of token ids."
     )
-    logprobs: Annotated[int, Field(ge=0)] | None = Field(
-        default=None,
-        description="Return the log-probabilities of the answer's tokens, with this number of alternatives, at most"
-        " 20.",
+    logprobs: Annotated[int, Field(ge=0)] | None = optional(
+        "Return the log-probabilities of the answer's tokens, with this number of alternatives, at most 20."
     )
-    max_tokens: Annotated[int, Field(ge=0)] | None = Field(
-        default=None,
-        description="Maximum number of tokens in an answer. Default: 16."
-        " 0 is only allowed with echo or prompt_logprobs.",
+    max_tokens: Annotated[int, Field(ge=0)] | None = optional(
+        "Maximum number of tokens in an answer. Default: 16. 0 is only allowed with echo or prompt_logprobs."
     )
-    echo: bool | None = Field(
-        default=None,
-        description="true: return the prompt before the answer, with its log-probabilities if logprobs asks for them.",
+    echo: bool | None = optional(
+        "true: return the prompt before the answer, with its log-probabilities if logprobs asks for them."
     )
-    best_of: Annotated[int, Field(ge=1)] | None = Field(
-        default=None,
-        description="Number of samples to generate. The n most likely ones are returned, by mean log-probability."
-        " Not allowed with stream.",
+    best_of: Annotated[int, Field(ge=1)] | None = optional(
+        "Number of samples to generate. The n most likely ones are returned, by mean log-probability."
+        " Not allowed with stream."
     )
-    add_special_tokens: bool | None = Field(
-        default=None, description="false: add no special tokens, such as BOS, to a text."
-    )
+    add_special_tokens: bool | None = optional("false: add no special tokens, such as BOS, to a text.")
 
     @property
     def samples(self) -> int:
@@ -293,20 +262,15 @@ class ChatBody(ConversationBody, GenerationBody):
     }
     other_names = SAME_IN_CHAT
 
-    metadata: Metadata | None = Field(default=None, description="Stored with the chat completion if store is true.")
-    store: bool | None = Field(default=None, description="true: store the chat completion for 30 days.")
-    logprobs: bool | None = Field(
-        default=None, description="true: return the log-probabilities of the answer's tokens."
-    )
-    top_logprobs: Annotated[int, Field(ge=0)] | None = Field(
-        default=None, description="Number of alternatives for each token, at most 20."
-    )
-    tool_choice: ToolChoice | None = Field(default=None, description="none, auto, required, or one of the tools.")
-    parallel_tool_calls: bool | None = Field(default=None, description="false: allow at most one call.")
-    reasoning_effort: ReasoningEffort | None = Field(
-        default=None,
-        description="For chat templates with reasoning_effort or enable_thinking."
-        " none turns thinking off, all other values turn it on.",
+    metadata: Metadata | None = optional("Stored with the chat completion if store is true.")
+    store: bool | None = optional("true: store the chat completion for 30 days.")
+    logprobs: bool | None = optional("true: return the log-probabilities of the answer's tokens.")
+    top_logprobs: Annotated[int, Field(ge=0)] | None = optional("Number of alternatives for each token, at most 20.")
+    tool_choice: ToolChoice | None = optional("none, auto, required, or one of the tools.")
+    parallel_tool_calls: bool | None = optional("false: allow at most one call.")
+    reasoning_effort: ReasoningEffort | None = optional(
+        "For chat templates with reasoning_effort or enable_thinking."
+        " none turns thinking off, all other values turn it on."
     )
 
     @model_validator(mode="after")

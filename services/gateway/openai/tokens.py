@@ -12,7 +12,7 @@ from services.common.errors import InvalidRequest
 from services.common.json_scan import Bulk
 from services.common.text.encoder import MAX_TOKENS
 from services.gateway.http.request import Caller, Posted
-from services.gateway.openai.body import Body
+from services.gateway.openai.body import Body, optional
 from services.gateway.openai.conversation import render
 from services.gateway.openai.fields import ModelName, TokenId
 from services.gateway.openai.gateway import Gateway
@@ -31,14 +31,12 @@ class TokenizeBody(ConversationBody):
     nested: ClassVar[tuple[str, ...]] = ("messages", "tools")
 
     model: ModelName = None
-    prompt: str | None = Field(default=None, description="A text. Send either prompt or messages.")
+    prompt: str | None = optional("A text. Send either prompt or messages.")
     messages: Annotated[
         list[Message], Field(max_length=MAX_MESSAGES, default_factory=list, description="The conversation, in order.")
     ]
-    add_special_tokens: bool | None = Field(
-        default=None, description="false: add no special tokens, such as BOS, to a text."
-    )
-    return_token_strs: bool | None = Field(default=None, description="true: return token_strs.")
+    add_special_tokens: bool | None = optional("false: add no special tokens, such as BOS, to a text.")
+    return_token_strs: bool | None = optional("true: return token_strs.")
 
     @model_validator(mode="after")
     def _one_of_the_two(self) -> "TokenizeBody":

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from services.common.text.grammar_text import MAX_GRAMMAR_BYTES
-from services.gateway.openai.body import Body
+from services.gateway.openai.body import Body, optional
 from services.gateway.openai.json_value import Schema, check_texts
 
 MAX_CHOICES = 65_536
@@ -39,7 +39,7 @@ class NamedSchema(Body):
     name: SchemaName
     description: str | None = None
     schema_: Schema = Field(alias="schema", description="JSON Schema, draft 2020-12.")
-    strict: bool | None = Field(default=None, description="Accepted: the answer always matches the schema.")
+    strict: bool | None = optional("Accepted: the answer always matches the schema.")
 
     @model_validator(mode="after")
     def _nothing_unknown(self) -> "NamedSchema":
@@ -57,16 +57,14 @@ class ResponseFormat(Body):
     consulted = None
 
     type: Literal["text", "json_object", "json_schema", "json", "regex"]
-    json_schema: NamedSchema | None = Field(default=None, description="For type json_schema.")
+    json_schema: NamedSchema | None = optional("For type json_schema.")
     schema_: Annotated[
         SchemaOrText | None,
         Field(alias="schema", description="The schema alone, for type json_object, json_schema or json."),
     ] = None
-    value: SchemaOrText | None = Field(
-        default=None, description="The same as schema. For type regex, a regular expression."
-    )
-    pattern: Text | None = Field(default=None, description="A regular expression for the whole answer, for type regex.")
-    strict: bool | None = Field(default=None, description="Accepted: the answer always has the given form.")
+    value: SchemaOrText | None = optional("The same as schema. For type regex, a regular expression.")
+    pattern: Text | None = optional("A regular expression for the whole answer, for type regex.")
+    strict: bool | None = optional("Accepted: the answer always has the given form.")
 
     @model_validator(mode="after")
     def _one_source_that_suits_the_type(self) -> "ResponseFormat":
@@ -132,10 +130,10 @@ class StructuredOutputs(Body):
     consulted = None
 
     json_: Annotated[SchemaOrText | None, Field(alias="json", description="A JSON Schema, or its text.")] = None
-    json_object: bool | None = Field(default=None, description="true: the answer is a JSON object.")
-    regex: Text | None = Field(default=None, description="A regular expression for the whole answer, in Rust's syntax.")
-    choice: Choices | None = Field(default=None, description="The answer is one of these texts.")
-    grammar: Text | None = Field(default=None, description="A grammar in llguidance's Lark, or in GBNF.")
+    json_object: bool | None = optional("true: the answer is a JSON object.")
+    regex: Text | None = optional("A regular expression for the whole answer, in Rust's syntax.")
+    choice: Choices | None = optional("The answer is one of these texts.")
+    grammar: Text | None = optional("A grammar in llguidance's Lark, or in GBNF.")
 
     @model_validator(mode="after")
     def _one_of_them(self) -> "StructuredOutputs":
@@ -149,18 +147,14 @@ class StructuredOutputs(Body):
 class GrammarBody(Body):
     """The fields for the form of an answer, which all bodies of text completions share."""
 
-    response_format: ResponseFormat | None = Field(
-        default=None, description="Form of the answer. See Structured output in docs/api.md."
+    response_format: ResponseFormat | None = optional("Form of the answer. See Structured output in docs/api.md.")
+    structured_outputs: StructuredOutputs | None = optional(
+        "Form of the answer, as in vLLM. See Structured output in docs/api.md."
     )
-    structured_outputs: StructuredOutputs | None = Field(
-        default=None, description="Form of the answer, as in vLLM. See Structured output in docs/api.md."
-    )
-    guided_json: SchemaOrText | None = Field(default=None, description="A JSON Schema, or its text.")
-    guided_regex: Text | None = Field(
-        default=None, description="A regular expression for the whole answer, in Rust's syntax."
-    )
-    guided_choice: Choices | None = Field(default=None, description="The answer is one of these texts.")
-    guided_grammar: Text | None = Field(default=None, description="A grammar in llguidance's Lark, or in GBNF.")
+    guided_json: SchemaOrText | None = optional("A JSON Schema, or its text.")
+    guided_regex: Text | None = optional("A regular expression for the whole answer, in Rust's syntax.")
+    guided_choice: Choices | None = optional("The answer is one of these texts.")
+    guided_grammar: Text | None = optional("A grammar in llguidance's Lark, or in GBNF.")
 
     @model_validator(mode="after")
     def _one_grammar(self) -> "GrammarBody":

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from services.common.errors import InvalidRequest, InvalidValue
-from services.gateway.openai.body import Body, Elsewhere, Id
+from services.gateway.openai.body import Body, Elsewhere, Id, optional
 from services.gateway.openai.fields import Metadata
 from services.gateway.openai.grammar.body import NamedSchema, ResponseFormat, SchemaName
 from services.gateway.openai.json_value import Schema
@@ -76,13 +76,10 @@ def _items(value: Any) -> Any:
 class Reasoning(Body):
     """Settings of the model's thinking: its length, and the part that the client gets."""
 
-    effort: ReasoningEffort | None = Field(
-        default=None,
-        description="For chat templates that have it. none turns thinking off if the template allows that.",
+    effort: ReasoningEffort | None = optional(
+        "For chat templates that have it. none turns thinking off if the template allows that."
     )
-    summary: str | None = Field(
-        default=None, description="auto: no summary is written. The reasoning item has the whole reasoning."
-    )
+    summary: str | None = optional("auto: no summary is written. The reasoning item has the whole reasoning.")
 
     @field_validator("summary")
     @classmethod
@@ -128,7 +125,7 @@ class TextConfig(Body):
 class ResponseStreamOptions(Body):
     """Options of a stream."""
 
-    include_obfuscation: bool | None = Field(default=None, description="Accepted: no padding is ever added.")
+    include_obfuscation: bool | None = optional("Accepted: no padding is ever added.")
 
 
 def check_includes(includes: list[str]) -> list[str]:
@@ -172,50 +169,39 @@ class ResponsesBody(SamplingBody):
         ),
         BeforeValidator(_items, json_schema_input_type=str | list[Item]),
     ]
-    metadata: Metadata | None = Field(default=None, description="Returned in the response.")
-    store: bool | None = Field(
-        default=None, description="true: store the response for 30 days. Default: true if the gateway has a store."
+    metadata: Metadata | None = optional("Returned in the response.")
+    store: bool | None = optional("true: store the response for 30 days. Default: true if the gateway has a store.")
+    instructions: str | None = optional(
+        "A system message before the input. Responses that continue this one do not inherit it."
     )
-    instructions: str | None = Field(
-        default=None,
-        description="A system message before the input. Responses that continue this one do not inherit it.",
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = optional(
+        "Maximum number of tokens in the answer, reasoning included."
     )
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="Maximum number of tokens in the answer, reasoning included."
+    stream_options: ResponseStreamOptions | None = optional("Only allowed with stream.")
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = optional(
+        "Functions that the model may call."
     )
-    stream_options: ResponseStreamOptions | None = Field(default=None, description="Only allowed with stream.")
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = Field(
-        default=None, description="Functions that the model may call."
+    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | AllowedResponseTools | None = optional(
+        "none, auto, required, or one of the tools."
     )
-    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | AllowedResponseTools | None = Field(
-        default=None, description="none, auto, required, or one of the tools."
-    )
-    parallel_tool_calls: bool | None = Field(default=None, description="false: allow at most one call.")
-    reasoning: Reasoning | None = Field(default=None, description="Settings of the reasoning.")
-    text: TextConfig | None = Field(default=None, description="Form of the text.")
-    include: Includes | None = Field(
-        default=None, description="message.output_text.logprobs, reasoning.encrypted_content."
-    )
-    top_logprobs: Annotated[int, Field(ge=0)] | None = Field(
-        default=None, description="Number of alternatives for each token, at most 20."
-    )
-    previous_response_id: Id | None = Field(
-        default=None, description="Id of the stored response that this one continues."
-    )
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = Field(
-        default=None, description="Variables of the chat template, such as enable_thinking."
+    parallel_tool_calls: bool | None = optional("false: allow at most one call.")
+    reasoning: Reasoning | None = optional("Settings of the reasoning.")
+    text: TextConfig | None = optional("Form of the text.")
+    include: Includes | None = optional("message.output_text.logprobs, reasoning.encrypted_content.")
+    top_logprobs: Annotated[int, Field(ge=0)] | None = optional("Number of alternatives for each token, at most 20.")
+    previous_response_id: Id | None = optional("Id of the stored response that this one continues.")
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = optional(
+        "Variables of the chat template, such as enable_thinking."
     )
 
-    truncation: Literal["auto", "disabled"] | None = Field(
-        default=None, description="auto: drop the oldest items of a conversation that exceeds the context."
+    truncation: Literal["auto", "disabled"] | None = optional(
+        "auto: drop the oldest items of a conversation that exceeds the context."
     )
-    background: bool | None = Field(
-        default=None,
-        description="true: generate the response without a connected client, and store it."
-        " Not allowed with store=false.",
+    background: bool | None = optional(
+        "true: generate the response without a connected client, and store it. Not allowed with store=false."
     )
-    conversation: Id | ConversationReference | None = Field(
-        default=None, description="Id of a stored conversation. The input and output items are added to it."
+    conversation: Id | ConversationReference | None = optional(
+        "Id of a stored conversation. The input and output items are added to it."
     )
 
     access_programs: Unsupported = None
@@ -319,6 +305,6 @@ class InputTokensBody(ResponsesBody):
         ),
         BeforeValidator(_items_or_none, json_schema_input_type=str | list[Item] | None),
     ]
-    truncation: Literal["auto", "disabled"] | None = Field(
-        default=None, description="auto: count what remains after the oldest items are dropped."
+    truncation: Literal["auto", "disabled"] | None = optional(
+        "auto: count what remains after the oldest items are dropped."
     )

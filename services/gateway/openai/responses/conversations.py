@@ -9,7 +9,7 @@ from pydantic import Field
 from services.common.errors import InvalidValue
 from services.gateway.http.errors import response
 from services.gateway.http.request import Posted, read_body, read_caller
-from services.gateway.openai.body import Body
+from services.gateway.openai.body import Body, optional
 from services.gateway.openai.fields import Metadata
 from services.gateway.openai.parse import B, ignored_header, parse_large
 from services.gateway.openai.responses.input_items import Item, ItemReference
@@ -32,8 +32,8 @@ router = Router()
 class ConversationCreateBody(Body):
     """``POST /v1/conversations``."""
 
-    items: Items | None = Field(default=None, description="At most 20 items, as in input, without references.")
-    metadata: Metadata | None = Field(default=None, description="Returned in the conversation.")
+    items: Items | None = optional("At most 20 items, as in input, without references.")
+    metadata: Metadata | None = optional("Returned in the conversation.")
 
 
 class ConversationUpdateBody(Body):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
-from services.gateway.openai.body import Body, Id
+from services.gateway.openai.body import Body, Id, optional
 from services.gateway.openai.messages import MAX_PARTS, CalledFunction, Message, PastCall
 from services.gateway.openai.responses.tools import INPUT, LOCAL_SHELL, qualified
 
@@ -127,9 +127,7 @@ class InputReasoning(Body):
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] | None = None
     summary: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] | None = None
-    encrypted_content: str | None = Field(
-        default=None, description="As this server wrote it. Read if there is no content."
-    )
+    encrypted_content: str | None = optional("As this server wrote it. Read if there is no content.")
 
     @field_validator("encrypted_content")
     @classmethod

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import from_json
 
 from services.common.errors import InvalidRequest, InvalidValue
-from services.gateway.openai.body import Body
+from services.gateway.openai.body import Body, optional
 from services.gateway.openai.messages import (
     MAX_TOOLS,
     AllowedFunctions,
@@ -67,9 +67,8 @@ class CustomTool(Body):
     type: Literal["custom"]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
-    format: ToolGrammar | None = Field(
-        default=None,
-        description="Form of the input. A regular expression is enforced. A Lark grammar is shown to the model.",
+    format: ToolGrammar | None = optional(
+        "Form of the input. A regular expression is enforced. A Lark grammar is shown to the model."
     )
 
 
