@@ -12,7 +12,7 @@ from services.gateway.anthropic.tools import MessagesTool, MessagesToolChoice
 from services.gateway.openai.body import Body, Elsewhere, optional
 from services.gateway.openai.fields import Stops
 from services.gateway.openai.grammar.body import NamedSchema, ResponseFormat
-from services.gateway.openai.json_value import check_schema
+from services.gateway.openai.json_value import Schema
 from services.gateway.openai.messages import MAX_MESSAGES, MAX_TOOLS, check_names_differ
 from services.gateway.openai.other_names import refused_names
 from services.gateway.openai.schemas import ChatBody, SamplingBody
@@ -66,13 +66,7 @@ class JsonFormat(Body):
     """A schema that the text of the answer satisfies."""
 
     type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-
-    @field_validator("schema_")
-    @classmethod
-    def _schema_is_bounded(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        check_schema(schema)
-        return schema
+    schema_: Annotated[Schema, Field(alias="schema")]
 
 
 class OutputConfig(Body):

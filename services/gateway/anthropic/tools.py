@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from services.gateway.openai.body import Body, optional
-from services.gateway.openai.json_value import check_schema
+from services.gateway.openai.json_value import Schema
 from services.gateway.openai.messages import Function, NamedFunction, NamedTool, Tool
 from services.gateway.openai.messages import ToolChoice as ChatToolChoice
 
@@ -39,7 +39,7 @@ class MessagesTool(_CustomType):
 
     name: ToolName
     description: str | None = None
-    input_schema: dict[str, Any] = Field(description="JSON Schema of the input.")
+    input_schema: Schema = Field(description="JSON Schema of the input.")
     strict: bool | None = optional(
         "true: the input always matches input_schema, even if the model decides to call the tool."
     )
@@ -55,12 +55,6 @@ class MessagesTool(_CustomType):
         if examples:
             raise ValueError("chat templates do not support examples of input; put them into the tool's description")
         return examples
-
-    @field_validator("input_schema")
-    @classmethod
-    def _schema_is_bounded(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        check_schema(schema)
-        return schema
 
     def chat(self) -> Tool:
         """Return the same tool in the shape of chat completions."""
