@@ -1,6 +1,7 @@
 """The JSON of chat completions: content, reasoning and tool calls, as one object or in chunks."""
 
 import secrets
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,6 +82,7 @@ class ChatShape(Shape):
         super().__init__(request_id, facts, token_text, include_usage=include_usage, running_usage=running_usage)
         self._readers = Readers(make_reader)
         self._calls: dict[int, int] = {}  # index of the last call, by choice
+        self._call_ids: defaultdict[tuple[int, int], str] = defaultdict(call_id)  # by choice and index
 
     def opening(self, index: int) -> bytes:
         delta = b'[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
@@ -121,7 +123,7 @@ class ChatShape(Shape):
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         deltas = self._readers.read(choice.index, text, last=True)
         if deltas is not None:
-            message |= _message(parts_of(deltas))
+            message |= self._message_of(choice.index, parts_of(deltas))
         return {"message": message}, self._readers.reason(choice.index, choice.outcome.reason)
 
     def _logprobs(self, entries: Sequence[TokenEntry], token_text: TokenText) -> dict[str, Any]:
@@ -138,25 +140,25 @@ class ChatShape(Shape):
                 return {"reasoning_content": text, "reasoning": text}
             case CallBegun(name):
                 number = self._calls[index] = self._calls.get(index, -1) + 1
-                return {"tool_calls": [{"index": number, **_call(name, "")}]}
+                return {"tool_calls": [{"index": number, **self._call(index, number, name, "")}]}
             case Arguments(text):
                 return {"tool_calls": [{"index": self._calls[index], "function": {"arguments": text}}]}
+
+    def _message_of(self, index: int, parts: Parts) -> dict[str, Any]:
+        message: dict[str, Any] = {"content": parts.content}
+        if parts.calls:
+            calls = enumerate(parts.calls)
+            message["content"] = parts.content or None
+            message["tool_calls"] = [self._call(index, number, call.name, call.arguments) for number, call in calls]
+        if parts.reasoning:
+            message["reasoning_content"] = message["reasoning"] = parts.reasoning
+        return message
+
+    def _call(self, index: int, number: int, name: str, arguments: str) -> dict[str, Any]:
+        function = {"name": name, "arguments": arguments}
+        return {"id": self._call_ids[index, number], "type": "function", "function": function}
 
 
 def call_id() -> str:
     """Return a new id for a tool call. The message with the call's result refers to it."""
     return f"call_{secrets.token_hex(12)}"
-
-
-def _message(parts: Parts) -> dict[str, Any]:
-    message: dict[str, Any] = {"content": parts.content}
-    if parts.calls:
-        message["content"] = parts.content or None
-        message["tool_calls"] = [_call(call.name, call.arguments) for call in parts.calls]
-    if parts.reasoning:
-        message["reasoning_content"] = message["reasoning"] = parts.reasoning
-    return message
-
-
-def _call(name: str, arguments: str) -> dict[str, Any]:
-    return {"id": call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}

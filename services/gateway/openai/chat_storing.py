@@ -1,4 +1,4 @@
-"""Storage of chat completions with ``store: true``. Those that are streamed are assembled from their chunks."""
+"""Storage of chat completions with ``store: true``."""
 
 import contextlib
 from collections.abc import Sequence
@@ -9,25 +9,27 @@ import orjson
 
 from services.common.errors import InvalidRequest, InvalidValue, NotFound
 from services.gateway.engine.active_request import ActiveSample
+from services.gateway.engine.text import TextEngine
 from services.gateway.http.idempotency import fingerprint
 from services.gateway.http.request import Caller, Posted
-from services.gateway.openai.chat_shape import ChatShape
+from services.gateway.openai.chat_shape import ChatShape, MakeReader, Readers
 from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.output.deltas import Delta
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.storing import try_to_store
-from services.gateway.openai.transcript import Piece
+from services.gateway.openai.transcript import Piece, joined
 from services.gateway.store.chats import Chats
 from services.gateway.store.ids import new_id
 
 CHAT = "/v1/chat/completions"
 _PREFIX = "chatcmpl-"
-_DATA = b"data: "
 
 
 @dataclass(frozen=True)
 class ChatKeeper:
     """Keeps one chat completion, under an id that schedulers and logs do not know."""
 
+    text: TextEngine
     records: Chats
     id: str
     messages: bytes  # JSON of the messages that it answers
@@ -51,7 +53,7 @@ class ChatKeeper:
             same = fingerprint(CHAT, posted.raw)
             chat_id = _PREFIX + await store.tries.name(caller.owner, caller.idempotency_key, same)
         messages = await gateway.text.worked(posted.bytes, _dumped, body, chat_id)
-        return cls(store.chats, chat_id, messages, body.metadata, caller.owner)
+        return cls(gateway.text, store.chats, chat_id, messages, body.metadata, caller.owner)
 
     async def earlier(self) -> bytes | None:
         """Return the chat completion that an earlier try of this request stored, or None."""
@@ -65,98 +67,61 @@ class ChatKeeper:
         return await try_to_store("chat completion", self.id, storing)
 
 
+class ReplayedReaders(Readers):
+    """Readers of a stream that return all deltas of a choice once more after its end."""
+
+    def __init__(self, make: MakeReader) -> None:
+        super().__init__(make)
+        self._deltas: dict[int, list[Delta]] = {}  # by choice
+        self._ended: set[int] = set()
+
+    def read(self, index: int, text: str, *, last: bool) -> list[Delta] | None:
+        if index in self._ended:
+            return self._deltas.get(index)
+        deltas = super().read(index, text, last=last)
+        if deltas is not None:
+            self._deltas.setdefault(index, []).extend(deltas)
+        if last:
+            self._ended.add(index)
+        return deltas
+
+
 class StoredChatShape(ChatShape):
     """The shape of a chat completion that is stored before its end is sent.
 
     If storing fails, the chat completion has ``store: false``.
     """
 
-    def __init__(self, keeper: ChatKeeper, *arguments: Any, **settings: Any) -> None:
+    def __init__(self, keeper: ChatKeeper, *arguments: Any, make_reader: MakeReader, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
+        self._readers = ReplayedReaders(make_reader)
         self._keeper = keeper
         self._head["id"] = keeper.id
         self._written: dict[int, bytes] = {}  # JSON of whole choices, by index
-        self._chunks = Chunks()
+        self._streamed: dict[int, list[Piece]] = {}  # pieces of streamed choices, by index
         self._whole = b""
 
-    def opening(self, index: int) -> bytes:
-        return self._chunks.push(super().opening(index))
-
     def chunk(self, index: int, piece: Piece, reason: str | None) -> bytes:
-        return self._chunks.push(super().chunk(index, piece, reason))
+        self._streamed.setdefault(index, []).append(piece)
+        return super().chunk(index, piece, reason)
 
     def choice(self, choice: ActiveSample, piece: Piece) -> bytes:
         self._written[choice.index] = written = super().choice(choice, piece)
         return written
 
     async def settle(self, choices: Sequence[ActiveSample]) -> None:
-        if self._chunks.choices:
-            extras = {"choices": self._chunks.joined(), "usage": self._usage(choices)}
-            self._whole = orjson.dumps(self._head | extras | self._whole_extras())
-        else:
-            self._whole = super().whole(choices, [self._written[choice.index] for choice in choices])
+        if self._streamed:
+            await self._keeper.text.in_thread(self._write_streamed, choices)
+        self._whole = super().whole(choices, [self._written[choice.index] for choice in choices])
         if not await self._keeper.keep(self._whole, str(self._head["model"])):
             self._whole = self._whole[:-1] + b',"store":false}'
 
     def whole(self, choices: Sequence[ActiveSample], written: Sequence[bytes]) -> bytes:
         return self._whole
 
-
-class Chunks:
-    """The choices of a streamed chat completion, assembled from the chunks that are sent."""
-
-    def __init__(self) -> None:
-        self.choices: dict[int, dict[str, Any]] = {}
-
-    def push(self, events: bytes) -> bytes:
-        """Add the chunks in ``events``, and return ``events``."""
-        for event in events.split(b"\n\n"):
-            if event.startswith(_DATA):
-                for choice in orjson.loads(event.removeprefix(_DATA))["choices"]:
-                    self._add(choice)
-        return events
-
-    def joined(self) -> list[dict[str, Any]]:
-        """Return the choices in the form of a chat completion that is not streamed."""
-        for choice in self.choices.values():
-            message = choice["message"]
-            if "tool_calls" in message:
-                message["content"] = message["content"] or None
-                calls = message["tool_calls"]
-                message["tool_calls"] = [calls[number] for number in sorted(calls)]
-        return [self.choices[index] for index in sorted(self.choices)]
-
-    def _add(self, chunk: dict[str, Any]) -> None:
-        message = {"role": "assistant", "content": "", "refusal": None}
-        begun = {"index": chunk["index"], "message": message, "logprobs": None, "finish_reason": None}
-        begun["stop_reason"] = None
-        choice = self.choices.setdefault(chunk["index"], begun)
-        for name, value in chunk.pop("delta").items():
-            _join_message(choice["message"], name, value)
-        for name, value in chunk.items():
-            if isinstance(value, list):
-                choice[name] = [*(choice.get(name) or ()), *value]
-            elif name == "logprobs" and value is not None:
-                before = (choice["logprobs"] or {"content": []})["content"]
-                choice["logprobs"] = value | {"content": before + (value["content"] or [])}
-            elif value is not None:
-                choice[name] = value
-
-
-def _join_message(message: dict[str, Any], name: str, value: Any) -> None:
-    """Add one member of a delta to its message."""
-    if name == "tool_calls":
-        calls = message.setdefault("tool_calls", {})
-        for call in value:
-            whole = calls.setdefault(call.pop("index"), {"function": {"arguments": ""}})
-            function = call.pop("function", {})
-            whole["function"]["arguments"] += function.pop("arguments", "")
-            whole["function"] = function | whole["function"] | function
-            whole |= call
-    elif isinstance(value, str) and name != "role":
-        message[name] = (message.get(name) or "") + value
-    else:
-        message[name] = value
+    def _write_streamed(self, choices: Sequence[ActiveSample]) -> None:
+        for choice in choices:
+            self.choice(choice, joined(self._streamed.pop(choice.index)))
 
 
 def _dumped(body: ChatBody, chat_id: str) -> bytes:

@@ -3,6 +3,7 @@
 import codecs
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,13 @@ class Piece(NamedTuple):
     prompt_logprobs: list[Any] | None = None  # in vLLM's shape
     packed: Packed | None = None  # log-probabilities of all tokens
     stop_reason: str | int | None = None  # in the last piece: the stop string or token id that ended the choice
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Return the consecutive ``pieces`` of a stream's choice as one piece."""
+    texts, entries, token_ids, *_ = zip(*pieces, strict=True)
+    ids = None if token_ids[0] is None else list(chain.from_iterable(token_ids))
+    return Piece("".join(texts), list(chain.from_iterable(entries)), ids)
 
 
 def whole_text(vocabulary: Vocabulary, token_ids: TokenIds, ending: SampleEnding) -> str:
