@@ -6,7 +6,7 @@ arguments exactly as the model wrote them, and text that is no call from its fir
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from enum import Enum
 from typing import Any
 
@@ -23,175 +23,162 @@ _SCALAR = re.compile(r"[A-Za-z0-9+\-.]*")
 
 
 class ReadState(Enum):
+    """The state of a call after the text so far."""
+
     READING = "reading"
     DONE = "done"
-    BROKEN = "broken"
+    BROKEN = "broken"  # the next character cannot be part of a call
 
 
-_Read = tuple[int, ReadState, list[Delta]]  # where it stopped, whether the call is over, and what is new
-
-
-class _Value:
-    """Finds the end of one JSON value. It checks brackets and quotes, not every comma."""
-
-    def __init__(self) -> None:
-        self.raw = ""
-        self._closers: list[str] = []
-        self._in_string = self._escaped = self._scalar = False
-
-    def take(self, text: str, start: int) -> tuple[int, ReadState]:
-        """Reads from ``start``; gives where it stopped and whether the value is whole. ``BROKEN``: the character there
-        cannot stand there."""
-        at, state = start, ReadState.READING
-        while at < len(text) and state is ReadState.READING:
-            at, state = self._step(text, at)
-        self.raw += text[start:at]
-        return at, state
-
-    def _step(self, text: str, at: int) -> tuple[int, ReadState]:
-        character = text[at]
-        if self._escaped:
-            self._escaped = False
-        elif self._in_string:
-            at = _IN_STRING.match(text, at).end()  # type: ignore[union-attr]  # it may be empty, and matches always
-            if at == len(text):
-                return at, ReadState.READING
-            self._escaped, self._in_string = text[at] == "\\", text[at] != '"'
-            if not self._in_string and not self._closers:
-                return at + 1, ReadState.DONE
-        elif self._scalar or not (self._closers or character in '"{['):
-            end = _SCALAR.match(text, at).end()  # type: ignore[union-attr]  # as above
-            if end == at and not self._scalar:
-                return at, ReadState.BROKEN
-            self._scalar = True
-            return end, ReadState.READING if end == len(text) else ReadState.DONE
-        elif character == '"':
-            self._in_string = True
-        elif character in _CLOSERS:
-            self._closers.append(_CLOSERS[character])
-        elif character == self._closers[-1]:
-            self._closers.pop()
-            if not self._closers:
-                return at + 1, ReadState.DONE
-        else:
-            end = _PLAIN.match(text, at).end()  # type: ignore[union-attr]  # as above
-            return end, ReadState.READING if end > at else ReadState.BROKEN
-        return at + 1, ReadState.READING
+class _NoCallError(Exception):
+    """The next character cannot be part of a call."""
 
 
 class CallReader:
-    """Reads one call. Nothing is told before it is certain that it is one: its name is ``known``, and the arguments
-    begin as an object does. From then on they are told as they come."""
+    """Reads one call.
+
+    It returns no delta before the name of the call is ``known`` and its arguments begin as an object does. From then on
+    it returns the arguments as they arrive.
+    """
 
     def __init__(self, known: Callable[[str], bool]) -> None:
+        self.untold = ""  # text that was read and is in no delta
+        self.begun = False  # the call was returned
+        self.arguments_open = False  # the call was returned, and its arguments have not ended
         self._known = known
-        self.untold = ""  # what was taken and is in no delta
-        self.begun = False  # the call was told
-        self.arguments_open = False  # and its arguments have not ended
-        self._expected: Callable[[str, int], _Read] = self._opening
-        self._key = _Value()
-        self._value = _Value()
         self._name: str | None = None
         self._arguments: str | None = None
+        self._text, self._at = "", 0  # the text that is read, and the next character
+        self._told = 0  # characters of ``_text`` that are in deltas
+        self._deltas: list[Delta] = []
+        self._steps = self._call()
 
-    def take(self, text: str, start: int) -> _Read:
-        """Reads from ``start`` to where it stopped: behind the call, or at the character that belongs to none."""
-        at, state = start, ReadState.READING
-        deltas: list[Delta] = []
-        while at < len(text) and state is ReadState.READING:
-            end, state, told = self._expected(text, at)
-            if not told:
-                self.untold += text[at:end]
-            deltas += told
-            at = end
-        if state is ReadState.DONE:
-            self.untold = ""
-        return at, state, deltas
+    def take(self, text: str, start: int) -> tuple[int, ReadState, list[Delta]]:
+        """Read ``text`` from ``start``. Return the index after the call, or of the character that is not part of it."""
+        self._text, self._at, self._told, self._deltas = text, start, start, []
+        state = ReadState.READING
+        try:
+            next(self._steps)
+        except StopIteration:
+            state = ReadState.DONE
+        except _NoCallError:
+            state = ReadState.BROKEN
+        self.untold = "" if state is ReadState.DONE else self.untold + text[self._told : self._at]
+        return self._at, state, self._deltas
 
-    # Each reads what may come next.
+    # Each generator reads a part of the call, and yields when it needs more text.
 
-    def _opening(self, text: str, at: int) -> _Read:
-        self._expected = self._begin_key
-        return at + 1, ReadState.READING if text[at] == "{" else ReadState.BROKEN, []
+    def _call(self) -> Generator[None]:
+        yield from self._sign("{")
+        end = ","
+        while end == ",":
+            self._at += 1
+            yield from self._sign('"')
+            key = _decoded((yield from self._value()))
+            if key not in _KEYS:
+                raise _NoCallError
+            yield from self._sign(":")
+            self._at += 1
+            yield from self._member(key)
+            end = yield from self._sign(",}" if self._name is not None else ",")
+        self._at += 1
+        if self._name is not None and not self.begun:
+            self._begin(self._name, "{}")
 
-    def _begin_key(self, text: str, at: int) -> _Read:
-        end = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # as above
-        if end == len(text):
-            return end, ReadState.READING, []
-        if text[end] != '"':
-            return end, ReadState.BROKEN, []
-        self._key, self._expected = _Value(), self._read_key
-        return end, ReadState.READING, []
-
-    def _read_key(self, text: str, at: int) -> _Read:
-        end, state = self._key.take(text, at)
-        if state is not ReadState.DONE:
-            return end, state, []
-        self._expected = self._colon
-        return end, ReadState.READING if _decoded(self._key.raw) in _KEYS else ReadState.BROKEN, []
-
-    def _colon(self, text: str, at: int) -> _Read:
-        end = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # as above
-        if end == len(text):
-            return end, ReadState.READING, []
-        self._expected = self._begin_value
-        return (end + 1, ReadState.READING, []) if text[end] == ":" else (end, ReadState.BROKEN, [])
-
-    def _begin_value(self, text: str, at: int) -> _Read:
-        end = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # as above
-        if end == len(text):
-            return end, ReadState.READING, []
-        self._value, self._expected = _Value(), self._read_value
-        told: list[Delta] = []
-        if self._at_arguments and self._name is not None and text[end] == "{":
-            told = self._begin(self._name)
-            self._expected, self.arguments_open = self._read_arguments, True
-        return end, ReadState.READING, told
-
-    def _read_arguments(self, text: str, at: int) -> _Read:
-        end, state = self._value.take(text, at)
-        if state is ReadState.DONE:
-            self._arguments, self.arguments_open, self._expected = self._value.raw, False, self._next
-            state = ReadState.READING
-        return end, state, [Arguments(text[at:end])] if end > at else []
-
-    def _read_value(self, text: str, at: int) -> _Read:
-        end, state = self._value.take(text, at)
-        if state is not ReadState.DONE:
-            return end, state, []
-        self._expected = self._next
-        told: list[Delta] = []
-        if _decoded(self._key.raw) == _NAME and self._name is None:
-            name = _decoded(self._value.raw)
+    def _member(self, key: str) -> Generator[None]:
+        begin = yield from self._sign()
+        is_arguments = self._arguments is None and key in _ARGUMENTS
+        if is_arguments and self._name is not None and begin == "{":
+            self._begin(self._name)
+            self.arguments_open = True
+            self._arguments = yield from self._value(tell=True)
+            self.arguments_open = False
+            return
+        raw = yield from self._value()
+        if key == _NAME and self._name is None:
+            name = _decoded(raw)
             if not isinstance(name, str) or not name or not self._known(name):
-                return end, ReadState.BROKEN, []
+                raise _NoCallError
             self._name = name
-        elif self._at_arguments:
-            self._arguments = _as_object(self._value.raw)
-            if self._arguments is None:
-                return end, ReadState.BROKEN, []
+        elif is_arguments and (_arguments := _as_object(raw)) is not None:
+            self._arguments = _arguments
+        elif is_arguments:
+            raise _NoCallError
         if self._name is not None and self._arguments is not None and not self.begun:
-            told = [*self._begin(self._name), Arguments(self._arguments)]
-        return end, ReadState.READING, told
+            self._begin(self._name, self._arguments)
 
-    def _next(self, text: str, at: int) -> _Read:
-        end = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # as above
-        if end == len(text):
-            return end, ReadState.READING, []
-        if text[end] == ",":
-            self._expected = self._begin_key
-            return end + 1, ReadState.READING, []
-        if text[end] != "}" or self._name is None:
-            return end, ReadState.BROKEN, []
-        return end + 1, ReadState.DONE, [] if self.begun else [*self._begin(self._name), Arguments("{}")]
+    def _begin(self, name: str, arguments: str | None = None) -> None:
+        """Return the call, and its ``arguments`` if they are complete."""
+        self.begun, self.untold, self._told = True, "", self._at
+        self._deltas += [CallBegun(name)] if arguments is None else [CallBegun(name), Arguments(arguments)]
 
-    @property
-    def _at_arguments(self) -> bool:
-        return self._arguments is None and _decoded(self._key.raw) in _ARGUMENTS
+    def _sign(self, allowed: str | None = None) -> Generator[None, None, str]:
+        """Skip white space, and return the next character, which must be in ``allowed``. None: any character."""
+        while self._skip(_SPACE):
+            yield
+        if allowed is not None and self._text[self._at] not in allowed:
+            raise _NoCallError
+        return self._text[self._at]
 
-    def _begin(self, name: str) -> list[Delta]:
-        self.begun, self.untold = True, ""
-        return [CallBegun(name)]
+    def _value(self, *, tell: bool = False) -> Generator[None, None, str]:
+        """Read a JSON value and return its text. With ``tell``, each piece of it becomes a delta."""
+        raw, steps, over = "", self._whole_value(), None
+        while True:
+            start = self._at
+            try:
+                over = next(steps, True)
+            finally:
+                piece = self._text[start : self._at]
+                if tell and piece:
+                    self._deltas.append(Arguments(piece))
+                    self._told = self._at
+            raw += piece
+            if over:
+                return raw
+            yield
+
+    def _whole_value(self) -> Generator[None]:
+        """Read a JSON value. Brackets and quotes are checked, but not every comma."""
+        closers: list[str] = []
+        while True:
+            while self._at == len(self._text):
+                yield
+            start, character = self._at, self._text[self._at]
+            if character == '"':
+                yield from self._string()
+            elif character in _CLOSERS:
+                closers.append(_CLOSERS[character])
+                self._at += 1
+            elif closers and character == closers[-1]:
+                closers.pop()
+                self._at += 1
+            else:
+                ended = self._skip(_PLAIN if closers else _SCALAR)
+                if self._at == start:
+                    raise _NoCallError
+                while ended and not closers:
+                    yield
+                    ended = self._skip(_SCALAR)
+            if not closers:
+                return
+
+    def _string(self) -> Generator[None]:
+        self._at += 1
+        while True:
+            while self._skip(_IN_STRING):
+                yield
+            self._at += 1
+            if self._text[self._at - 1] == '"':
+                return
+            while self._at == len(self._text):
+                yield
+            self._at += 1  # the character after a backslash
+
+    def _skip(self, pattern: re.Pattern[str]) -> bool:
+        """Skip the text that matches ``pattern``, which may be empty. Return whether the text ends there."""
+        if (found := pattern.match(self._text, self._at)) is not None:
+            self._at = found.end()
+        return self._at == len(self._text)
 
 
 def _decoded(raw: str) -> Any:
@@ -202,7 +189,7 @@ def _decoded(raw: str) -> Any:
 
 
 def _as_object(raw: str) -> str | None:
-    """Arguments that were not told as they came: an object, an object written in a string, or nothing."""
+    """Return the arguments in ``raw``: an object, an object written in a string, or nothing. None: it is neither."""
     value = _decoded(raw)
     if isinstance(value, str):
         raw, value = value, _decoded(value)
