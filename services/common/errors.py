@@ -5,6 +5,8 @@
     TokaError
     ├── InvalidRequest          the caller can fix it: names the field and the fix    INVALID_ARGUMENT     400
     │   ├── InvalidValue        a parameter has a value that is not allowed               INVALID_ARGUMENT     400
+    │   ├── UnsupportedParameter                                                      INVALID_ARGUMENT     400
+    │   ├── InvalidGrammar                                                            INVALID_ARGUMENT     400
     │   ├── PayloadTooLarge                                                           INVALID_ARGUMENT     413
     │   ├── UnsupportedMediaType                                                      INVALID_ARGUMENT     415
     │   └── ReusedIdempotencyKey                                                      INVALID_ARGUMENT     422
@@ -24,6 +26,8 @@
 gRPC statuses: ``services.common.rpc.status``. OpenAI errors: ``services.gateway.http.errors``.
 Anthropic errors: ``services.gateway.anthropic.errors``.
 """
+
+from typing import Self
 
 PEER_LOST_STATUS = 3  # exit status of a worker that lost another worker of its replica
 
@@ -50,11 +54,28 @@ class InvalidRequest(TokaError):
         super().__init__(message, reason=reason)
         self.field = field
 
+    @classmethod
+    def at(cls, field: str, problem: str, *, reason: str | None = None) -> Self:
+        """Return the error whose message is the name of ``field`` and the ``problem``."""
+        return cls(f"{field}: {problem}", field=field, reason=reason)
+
 
 class InvalidValue(InvalidRequest):
     """A parameter has a value that is not allowed."""
 
     reason = "INVALID_VALUE"
+
+
+class UnsupportedParameter(InvalidRequest):
+    """A parameter or its value is valid elsewhere, but not supported by this server or this model."""
+
+    reason = "UNSUPPORTED_PARAMETER"
+
+
+class InvalidGrammar(InvalidRequest):
+    """A grammar, such as a JSON Schema, cannot be enforced."""
+
+    reason = "INVALID_GRAMMAR"
 
 
 class PayloadTooLarge(InvalidRequest):

@@ -8,7 +8,7 @@ import pytest
 from services.client import LLM, SamplingParams
 from services.client.request import ClientRequest, check, prepare
 from services.common.config import GatewayConfig
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidValue
 from services.common.text.tokenizer import Tokenizer
 from services.gateway.engine.codec import ModelFacts
 from services.gateway.engine.text import TextEngine
@@ -69,7 +69,7 @@ def test_calls_of_strict_tools_are_held_to_them(llm):
 
 def test_what_does_not_go_with_strict_tools_is_named(llm):
     [output] = llm.chat(say("x"), SamplingParams(ignore_eos=True, max_tokens=3), tools=[weather(strict=True)])
-    assert (type(output.error), output.error.field) == (InvalidRequest, "ignore_eos")
+    assert (type(output.error), output.error.field) == (InvalidValue, "ignore_eos")
 
 
 async def test_flags_say_how_a_model_thinks_as_for_a_gateway(parrot):

@@ -207,9 +207,9 @@ class MessagesBody(CountTokensBody, SamplingBody):
     def chat(self, traits: ModelTraits) -> ChatBody:
         """Return the same request to chat completions. Raises InvalidRequest."""
         if self.thread is not None:  # with this reason, Anthropic's SDK continues without a thread
-            raise InvalidRequest(
-                "thread: this server stores no conversations; leave it out, and send the whole conversation each time",
-                field="thread",
+            raise InvalidRequest.at(
+                "thread",
+                "this server stores no conversations; leave it out, and send the whole conversation each time",
                 reason="THREAD_UNSUPPORTED_REQUEST",
             )
         return ChatBody(

@@ -77,11 +77,10 @@ def chat_messages(
     if instructions:
         messages.insert(0, Message(role="system", content=_lines(instructions)))
     if not messages:
-        raise InvalidRequest("messages: there is no content to answer; add text", field="messages")
+        raise InvalidRequest.at("messages", "there is no content to answer; add text")
     if len(messages) > MAX_MESSAGES:
-        raise InvalidValue(
-            f"messages: {len(messages)} messages, with each tool result as one: at most {MAX_MESSAGES}; send fewer",
-            field="messages",
+        raise InvalidValue.at(
+            "messages", f"{len(messages)} messages, with each tool result as one: at most {MAX_MESSAGES}; send fewer"
         )
     return messages
 
@@ -110,9 +109,8 @@ def check_prefill(message: Message) -> None:
     """Check that an answer can continue the last message, which is the assistant's. Raises InvalidRequest."""
     if message.tool_calls or not message.text:
         problem = "calls a tool: add a turn of the user with the tool_result" if message.tool_calls else "has no text"
-        raise InvalidValue(
-            f"messages: the last turn is the assistant's, so the answer would continue it, but it {problem}",
-            field="messages",
+        raise InvalidValue.at(
+            "messages", f"the last turn is the assistant's, so the answer would continue it, but it {problem}"
         )
 
 
@@ -172,7 +170,6 @@ def _lines(blocks: Iterable[TextBlock]) -> str:
 
 
 def _misplaced(path: str, block: Block, role: str) -> InvalidRequest:
-    return InvalidValue(
-        f"{path}: a turn of the {role} has no blocks of type {block.type!r}; move it to the turn it belongs to",
-        field=path,
+    return InvalidValue.at(
+        path, f"a turn of the {role} has no blocks of type {block.type!r}; move it to the turn it belongs to"
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from services.common.errors import InvalidRequest, InvalidValue, NotFound
+from services.common.errors import InvalidValue, NotFound, UnsupportedParameter
 from services.gateway.engine.active_request import ActiveSample
 from services.gateway.engine.text import TextEngine
 from services.gateway.http.idempotency import fingerprint
@@ -45,9 +45,9 @@ class ChatKeeper:
         try:
             store = await gateway.store.opened()
         except NotFound as error:  # the gateway was started without a store
-            raise InvalidRequest(f"store: {error.message}", field="store", reason="UNSUPPORTED_PARAMETER") from None
+            raise UnsupportedParameter.at("store", error.message) from None
         if any("\0" in text for label in (body.metadata or {}).items() for text in label):
-            raise InvalidValue("metadata: a stored key or value has no NUL character", field="metadata")
+            raise InvalidValue.at("metadata", "a stored key or value has no NUL character")
         chat_id = new_id(_PREFIX)
         if caller.idempotency_key:
             same = fingerprint(CHAT, posted.raw)

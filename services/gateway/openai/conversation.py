@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any, NamedTuple
 
-from services.common.errors import InvalidRequest, InvalidValue
+from services.common.errors import InvalidValue, UnsupportedParameter
 from services.common.text.thinking import BEGINS, ENDS
 from services.gateway.engine.request import Grammar
 from services.gateway.engine.text import TextEngine
@@ -49,15 +49,17 @@ async def render(
     known = engine.tokenizer.chat_template(tools=bool(tools)).variables
     given = body.chat_template_kwargs or {}
     for name in sorted(TEMPLATE_NAMES.intersection(given).difference(known)):
-        raise _unsupported(
-            f"chat_template_kwargs.{name}",
+        raise UnsupportedParameter(
             f"this model's chat template does not know {name!r}; send thinking_token_budget instead, outside of"
             " chat_template_kwargs",
+            field=f"chat_template_kwargs.{name}",
         )
     variables = {name: value for name, value in given.items() if name in known} | _thinking(effort, known, given)
     for name, value in (("tools", tools), ("documents", body.documents or [])):
         if value and name not in known:
-            raise _unsupported(name, f"this model's chat template does not know of {name}; leave them out")
+            raise UnsupportedParameter(
+                f"this model's chat template does not know of {name}; leave them out", field=name
+            )
         if value:
             variables[name] = value
 
@@ -86,31 +88,27 @@ def check_tools(formats: OutputFormats, body: ChatBody) -> list[Tool]:
     choice = body.tool_choice
     if not body.tools or choice == "none":
         if choice not in (None, "none", "auto"):
-            raise InvalidValue(
-                "tool_choice: there are no tools to choose from; send tools, or leave it out", field="tool_choice"
-            )
+            raise InvalidValue.at("tool_choice", "there are no tools to choose from; send tools, or leave it out")
         return []
     if not formats.calls_known:
-        raise _unsupported(
-            "tools",
+        raise UnsupportedParameter(
             "this server does not know how this model writes its tool calls; leave tools out, or have the server"
             " started with tool_call_parser=llama3, hermes or none",
+            field="tools",
         )
     strict = body.only_allowed or any(tool.function.strict for tool in body.tools)
     constrained = strict or choice not in (None, "auto")
     if constrained and formats.calls is None:
-        raise _unsupported(
-            "tools",
+        raise UnsupportedParameter(
             "with tool_call_parser=none calls stay text: they cannot be required, strict or limited to allowed tools;"
             " have the server started with tool_call_parser=llama3 or hermes",
+            field="tools",
         )
     if not isinstance(choice, NamedTool):
         return body.tools
     named = [tool for tool in body.tools if tool.function.name == choice.function.name]
     if not named:
-        raise InvalidValue(
-            f"tool_choice: there is no tool {choice.function.name[:64]!r} among tools", field="tool_choice"
-        )
+        raise InvalidValue.at("tool_choice", f"there is no tool {choice.function.name[:64]!r} among tools")
     return named
 
 
@@ -149,12 +147,8 @@ def _thinking(effort: ReasoningEffort | None, known: frozenset[str], given: dict
         return {}
     variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     if effort != "none" and not variables.keys() & known:
-        raise _unsupported(
-            "reasoning_effort",
+        raise UnsupportedParameter(
             f"this model's chat template takes no reasoning_effort={effort!r}; leave it out, or send 'none'",
+            field="reasoning_effort",
         )
     return {name: value for name, value in variables.items() if name in known and name not in given}
-
-
-def _unsupported(field: str, message: str) -> InvalidRequest:
-    return InvalidRequest(message, field=field, reason="UNSUPPORTED_PARAMETER")

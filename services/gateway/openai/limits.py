@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from services.common.config import GatewayConfig
-from services.common.errors import InvalidRequest, InvalidValue
+from services.common.errors import InvalidGrammar, InvalidRequest, InvalidValue
 from services.common.text.vocabulary import TokenIds
 from services.gateway.engine.request import Grammar
 from services.gateway.openai.schemas import GenerationBody
@@ -70,11 +70,10 @@ class Limits(NamedTuple):
         """Raise InvalidRequest if the copies of the grammar for all samples are too large."""
         samples, most = prompts * body.samples, self.grammar_bytes
         if most is not None and grammar is not None and samples > 1 and samples * grammar.size > most:
-            raise InvalidRequest(
-                f"{grammar.field}: {grammar.size} bytes for each of {samples} choices are more than"
+            raise InvalidGrammar.at(
+                grammar.field,
+                f"{grammar.size} bytes for each of {samples} choices are more than"
                 f" {most} bytes; send several requests, or make it smaller",
-                field=grammar.field,
-                reason="INVALID_GRAMMAR",
             )
 
 

@@ -72,10 +72,10 @@ def _check_bias_copies(prompts: int, settings: Settings) -> None:
     """Raise InvalidRequest if all samples together have too many bias entries. Each sample has a copy of the bias."""
     choices, entries = prompts * settings.n, len(settings.sampling.logit_bias_token_ids)
     if choices * entries > MAX_BIAS_COPIES:
-        raise InvalidValue(
-            f"logit_bias: {entries} tokens for each of {choices} choices are more than {MAX_BIAS_COPIES}; send several"
+        raise InvalidValue.at(
+            "logit_bias",
+            f"{entries} tokens for each of {choices} choices are more than {MAX_BIAS_COPIES}; send several"
             " requests, or bias fewer tokens",
-            field="logit_bias",
         )
 
 

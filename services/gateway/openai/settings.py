@@ -2,7 +2,7 @@
 
 import re
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from services.common.logprobs_mode import PROCESSED
 from services.common.sampling import PARAMETERS
 from services.gateway.engine.codec import ModelFacts
@@ -27,10 +27,8 @@ def make_settings(
     ``logprobs``: None, or the number of alternatives for each token of the answer.
     """
     if logprobs is not None and logprobs > facts.max_top_logprobs:
-        raise InvalidRequest(
-            f"{logprobs_field}={logprobs}: this server returns at most {facts.max_top_logprobs}",
-            field=logprobs_field,
-            reason="INVALID_VALUE",
+        raise InvalidValue(
+            f"{logprobs_field}={logprobs}: this server returns at most {facts.max_top_logprobs}", field=logprobs_field
         )
     _check_prompt_logprobs(body, facts)
     check_grammar(body, facts, grammar)
@@ -71,17 +69,13 @@ def check_grammar(body: GenerationBody, facts: ModelFacts, grammar: Grammar | No
     if grammar is None:
         return
     if not facts.grammars:
-        raise InvalidRequest(
-            f"{grammar.field}: the worker that serves this model cannot hold answers to a grammar; leave it out",
-            field=grammar.field,
-            reason="UNSUPPORTED_PARAMETER",
+        raise UnsupportedParameter.at(
+            grammar.field, "the worker that serves this model cannot hold answers to a grammar; leave it out"
         )
     for name in ("ignore_eos", "min_tokens"):
         if getattr(body, name):
-            raise InvalidRequest(
-                f"{name}: not with {grammar.field}, which says where the answer ends; leave one of them out",
-                field=name,
-                reason="INVALID_VALUE",
+            raise InvalidValue.at(
+                name, f"not with {grammar.field}, which says where the answer ends; leave one of them out"
             )
 
 
@@ -89,16 +83,14 @@ def _check_prompt_logprobs(body: GenerationBody, facts: ModelFacts) -> None:
     if body.prompt_top is not None and not facts.prompt_logprobs:
         field = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
         what = "echo with logprobs" if field == "echo" else field
-        raise InvalidRequest(
+        raise UnsupportedParameter(
             f"{what}: the worker that serves this model computes no log-probabilities of prompts; leave it out",
             field=field,
-            reason="UNSUPPORTED_PARAMETER",
         )
     if (body.prompt_logprobs or 0) > facts.max_top_logprobs:
-        raise InvalidRequest(
+        raise InvalidValue(
             f"prompt_logprobs={body.prompt_logprobs}: this server returns at most {facts.max_top_logprobs}",
             field="prompt_logprobs",
-            reason="INVALID_VALUE",
         )
 
 
@@ -106,10 +98,8 @@ def _processed_logprobs(body: GenerationBody, facts: ModelFacts) -> bool | None:
     if body.logprobs_mode is None:
         return None
     if not facts.logprobs_modes and body.logprobs_mode == PROCESSED:
-        raise InvalidRequest(
-            "logprobs_mode: the scheduler that serves this model has raw log-probabilities only; leave it out",
-            field="logprobs_mode",
-            reason="UNSUPPORTED_PARAMETER",
+        raise UnsupportedParameter.at(
+            "logprobs_mode", "the scheduler that serves this model has raw log-probabilities only; leave it out"
         )
     return body.logprobs_mode == PROCESSED
 
@@ -132,10 +122,8 @@ def _logit_bias(bias: dict[str, float], facts: ModelFacts) -> dict[int, float]:
     pairs = {}
     for key, value in bias.items():
         if not _TOKEN_ID.fullmatch(key):
-            raise InvalidRequest(
-                f"logit_bias: {key[:40]!r} is not a token id; keys are token ids written as strings",
-                field="logit_bias",
-                reason="INVALID_VALUE",
+            raise InvalidValue.at(
+                "logit_bias", f"{key[:40]!r} is not a token id; keys are token ids written as strings"
             )
         _check_token(int(key), key, facts, "logit_bias")
         pairs[int(key)] = value
@@ -144,8 +132,8 @@ def _logit_bias(bias: dict[str, float], facts: ModelFacts) -> dict[int, float]:
 
 def _check_token(token: int, given: int | str, facts: ModelFacts, field: str) -> None:
     if token >= facts.vocab_size:
-        raise InvalidRequest(
-            f"{field}: token id {given} does not exist; this model has ids 0 to {facts.vocab_size - 1}",
-            field=field,
+        raise InvalidRequest.at(
+            field,
+            f"token id {given} does not exist; this model has ids 0 to {facts.vocab_size - 1}",
             reason="UNKNOWN_TOKEN",
         )

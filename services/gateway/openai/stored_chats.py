@@ -90,9 +90,8 @@ def _labels(request: Request) -> dict[str, str]:
             continue
         key = found[1]
         if any(sign in key for sign in '"\0') or "\0" in value or len(given) == MAX_METADATA:
-            raise InvalidValue(
-                f"metadata: expected at most {MAX_METADATA} keys, without quotation marks and NUL characters",
-                field="metadata",
+            raise InvalidValue.at(
+                "metadata", f"expected at most {MAX_METADATA} keys, without quotation marks and NUL characters"
             )
         given[key] = value
     return given

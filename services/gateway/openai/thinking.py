@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from services.common.errors import InvalidRequest
+from services.common.errors import UnsupportedParameter
 from services.common.text.thinking import BEGINS, ENDS
 from services.gateway.engine.codec import ModelFacts
 from services.gateway.engine.request import Settings
@@ -28,24 +28,22 @@ def limit_thinking(
     if tokens is None:
         return settings
     if not formats.reasoning:
-        raise _unsupported(
-            f"{FIELD}: this model's chat template has no reasoning section ({BEGINS}...{ENDS}); leave it out, or have"
-            " the server started with reasoning_parser=qwen3"
+        raise UnsupportedParameter.at(
+            FIELD,
+            f"this model's chat template has no reasoning section ({BEGINS}...{ENDS}); leave it out, or have"
+            " the server started with reasoning_parser=qwen3",
         )
     if None in formats.thinking_tokens:
-        raise _unsupported(
-            f"{FIELD}: this model's tokenizer has no single tokens for {BEGINS} and {ENDS}, so the section cannot be"
-            " ended at a token; leave it out, and limit the whole answer with max_tokens"
+        raise UnsupportedParameter.at(
+            FIELD,
+            f"this model's tokenizer has no single tokens for {BEGINS} and {ENDS}, so the section cannot be"
+            " ended at a token; leave it out, and limit the whole answer with max_tokens",
         )
     if not facts.thinking_budgets:
-        raise _unsupported(f"{FIELD}: the worker that serves this model has no thinking budgets; leave it out")
+        raise UnsupportedParameter.at(FIELD, "the worker that serves this model has no thinking budgets; leave it out")
     if thoughts is Thoughts.NONE:
         return settings
     opened = None if thoughts is None else _OPENED[thoughts]
     sampling = Sampling(thinking=ThinkingBudget(tokens=tokens, opened=opened))
     sampling.MergeFrom(settings.sampling)
     return replace(settings, sampling=sampling)
-
-
-def _unsupported(message: str) -> InvalidRequest:
-    return InvalidRequest(message, field=FIELD, reason="UNSUPPORTED_PARAMETER")

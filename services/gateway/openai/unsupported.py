@@ -5,7 +5,7 @@ A parameter with a neutral value changes nothing and is accepted. With any other
 
 from typing import Any
 
-from services.common.errors import InvalidRequest
+from services.common.errors import UnsupportedParameter
 from services.gateway.openai.body import Body, Elsewhere
 
 # Parameters that will not be supported, with the error message.
@@ -129,7 +129,7 @@ def refuse_unsupported(body: dict[str, Any], kind: type[Body]) -> None:
             other = Elsewhere("", UNSUPPORTED[name])
         if other is None or any(_same(value, neutral) for neutral in other.neutrals):
             continue
-        raise InvalidRequest(_refusal(name, other), field=name, reason="UNSUPPORTED_PARAMETER")
+        raise UnsupportedParameter(_refusal(name, other), field=name)
 
 
 def _renamed(name: str, kind: type[Body]) -> Elsewhere | None:

@@ -5,7 +5,7 @@ import re
 from enum import Enum
 from typing import Any
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidGrammar, InvalidRequest
 from services.common.text.grammar_text import MAX_GRAMMAR_BYTES, choice_terminal, json_rule, regex_rule
 from services.common.text.json_schema import read_schema
 from services.gateway.engine.request import Grammar
@@ -50,10 +50,8 @@ def compose(wanted: Grammar | None, calls: CallRules | None, *, must_call: bool,
         lines = json.dumps({"grammars": [{"name": "whole", "lark_grammar": lines}, *subgrammars]}, ensure_ascii=False)
     grammar = Grammar("lark", lines, field, composed=True)
     if grammar.size > MAX_GRAMMAR_BYTES:
-        raise InvalidRequest(
-            f"{field}: its grammar has {grammar.size} bytes: at most {MAX_GRAMMAR_BYTES}; make it smaller",
-            field=field,
-            reason="INVALID_GRAMMAR",
+        raise InvalidGrammar.at(
+            field, f"its grammar has {grammar.size} bytes: at most {MAX_GRAMMAR_BYTES}; make it smaller"
         )
     return grammar
 
@@ -102,4 +100,4 @@ def _schema(grammar: Grammar) -> dict[str, Any]:
         reason = error.message
     except (ValueError, RecursionError) as error:
         reason = f"the schema cannot be read as JSON: {error}"
-    raise InvalidRequest(reason, field=grammar.field, reason="INVALID_GRAMMAR")
+    raise InvalidGrammar(reason, field=grammar.field)

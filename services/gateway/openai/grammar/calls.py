@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.errors import InvalidRequest, InvalidValue
+from services.common.errors import InvalidGrammar, InvalidValue
 from services.common.text.grammar_text import MAX_GRAMMAR_BYTES, json_rule, literal
 from services.gateway.openai.json_value import json_size
 from services.gateway.openai.messages import Tool
@@ -36,11 +36,10 @@ class CallRules:
             if tool.function.strict or not self.strict_only:
                 size += json_size(tool.function.parameters, MAX_GRAMMAR_BYTES)
             if size > MAX_GRAMMAR_BYTES:
-                raise InvalidRequest(
-                    f"tools: the parameters that calls must match have more than {MAX_GRAMMAR_BYTES} bytes together;"
+                raise InvalidGrammar.at(
+                    "tools",
+                    f"the parameters that calls must match have more than {MAX_GRAMMAR_BYTES} bytes together;"
                     " give fewer tools, or smaller schemas",
-                    field="tools",
-                    reason="INVALID_GRAMMAR",
                 )
 
     def alone(self) -> list[str]:

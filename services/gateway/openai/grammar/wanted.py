@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidGrammar
 from services.gateway.engine.request import Grammar, GrammarKind
 from services.gateway.engine.text import INLINE_BYTES, TextEngine
 from services.gateway.openai.grammar.body import GrammarBody
@@ -79,9 +79,7 @@ def _from_gbnf(grammar: _Given) -> Grammar:
         reason = "it is nested too deeply"
     except Exception as error:  # the library raises Exception itself
         reason = str(error)[:200]
-    raise InvalidRequest(
-        f"the grammar in GBNF cannot be read: {reason}", field=grammar.field, reason="INVALID_GRAMMAR"
-    ) from None
+    raise InvalidGrammar(f"the grammar in GBNF cannot be read: {reason}", field=grammar.field) from None
 
 
 def _character(escape: re.Match[str]) -> str:

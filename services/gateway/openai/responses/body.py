@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from services.common.errors import InvalidRequest, InvalidValue
+from services.common.errors import InvalidValue, UnsupportedParameter
 from services.gateway.openai.body import Body, Elsewhere, Id, optional
 from services.gateway.openai.fields import Metadata
 from services.gateway.openai.grammar.body import NamedSchema, ResponseFormat, SchemaName
@@ -278,17 +278,16 @@ class ResponsesBody(SamplingBody):
             if value is None or any(value == neutral and type(value) is type(neutral) for neutral in neutrals):
                 continue
             message = f"{name!r} is not supported by this server yet; leave it out"
-            raise InvalidRequest(message, field=name, reason="UNSUPPORTED_PARAMETER")
+            raise UnsupportedParameter(message, field=name)
 
     def _messages(self) -> list[Message]:
         messages = [Message(role="system", content=self.instructions)] if self.instructions else []
         messages += messages_of(self.input)
         if not messages:
-            raise InvalidValue("input: it has only reasoning; add a message to answer", field="input")
+            raise InvalidValue.at("input", "it has only reasoning; add a message to answer")
         if len(messages) > MAX_MESSAGES:
-            raise InvalidValue(
-                f"input: {len(messages)} messages with the instructions: at most {MAX_MESSAGES}; send fewer",
-                field="input",
+            raise InvalidValue.at(
+                "input", f"{len(messages)} messages with the instructions: at most {MAX_MESSAGES}; send fewer"
             )
         return messages
 

@@ -135,9 +135,8 @@ async def _read(request: Request, kind: type[B]) -> B:
 def _checked(items: list[Any]) -> list[Any]:
     for index, item in enumerate(items):
         if isinstance(item, ItemReference):
-            raise InvalidValue(
-                f"items[{index}]: a conversation holds items, not references to them; send the item itself",
-                field=f"items[{index}]",
+            raise InvalidValue.at(
+                f"items[{index}]", "a conversation holds items, not references to them; send the item itself"
             )
     return items
 

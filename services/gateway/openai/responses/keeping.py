@@ -8,7 +8,7 @@ import orjson
 import structlog
 from pydantic import TypeAdapter
 
-from services.common.errors import InvalidRequest, InvalidValue, NotFound, TokaError
+from services.common.errors import InvalidRequest, InvalidValue, NotFound, TokaError, UnsupportedParameter
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.messages import MAX_MESSAGES
 from services.gateway.openai.responses.body import ResponsesBody
@@ -144,9 +144,8 @@ def _validated(stored: list[dict[str, Any]], most_bytes: int, new: int, field: s
 
 
 def _too_long(field: str, size: str) -> InvalidRequest:
-    return InvalidValue(
-        f"{field}: the conversation before it has {size}; begin a new one with the items that are still needed",
-        field=field,
+    return InvalidValue.at(
+        field, f"the conversation before it has {size}; begin a new one with the items that are still needed"
     )
 
 
@@ -159,18 +158,17 @@ async def _without_references(gateway: Gateway, body: ResponsesBody, earlier: Ea
     by_id = {item["id"]: item for item in earlier.stored if item["id"] in wanted}
     responses = {name for each in wanted - by_id.keys() if (name := response_of(each)) is not None}
     if len(responses) > MAX_REFERENCED:
-        raise InvalidValue(
-            f"input: it refers to items of {len(responses)} responses: at most {MAX_REFERENCED}; send the items",
-            field="input",
+        raise InvalidValue.at(
+            "input", f"it refers to items of {len(responses)} responses: at most {MAX_REFERENCED}; send the items"
         )
     bodies = await finish_shielded(store.responses.bodies(responses, key_name, MAX_EARLIER_BYTES))
     by_id |= {item["id"]: item for item in await gateway.text.worked(sum(map(len, bodies)), outputs, bodies)}
     for index, item in enumerate(body.input):
         if isinstance(item, ItemReference) and item.id not in by_id:
-            raise InvalidRequest(
-                f"input[{index}]: there is no stored item {item.id[:100]!r}: its response was not stored, was deleted,"
+            raise InvalidRequest.at(
+                f"input[{index}]",
+                f"there is no stored item {item.id[:100]!r}: its response was not stored, was deleted,"
                 " or is older than 30 days; send the item itself",
-                field=f"input[{index}]",
                 reason="ITEM_NOT_FOUND",
             )
     found = dict(zip(by_id, _ITEMS.validate_python(list(by_id.values())), strict=True))
@@ -206,4 +204,4 @@ async def _opened(gateway: Gateway, field: str) -> OpenStore:
     try:
         return await gateway.store.opened()
     except NotFound as error:  # the gateway was started without a store
-        raise InvalidRequest(f"{field}: {error.message}", field=field, reason="UNSUPPORTED_PARAMETER") from None
+        raise UnsupportedParameter.at(field, error.message) from None

@@ -30,14 +30,14 @@ async def get_response(request: Request, response_id: str) -> Response:
     kept = await store.responses.get(response_id, owner)
     if query.one_of("stream", ("false", "true", "False", "True")).lower() == "false":
         if query.text("starting_after") is not None:
-            raise InvalidValue("starting_after: only with stream=true; leave it out", field="starting_after")
+            raise InvalidValue.at("starting_after", "only with stream=true; leave it out")
         return Response(kept.body, media_type="application/json")
     number = query.number("starting_after", -1, 0, _MOST_EVENTS) + 1
     if not await store.responses.events(response_id, number):
-        raise InvalidValue(
-            "stream: the events of this response are not stored. They are stored for an hour if it was created with"
+        raise InvalidValue.at(
+            "stream",
+            "the events of this response are not stored. They are stored for an hour if it was created with"
             " background=true and stream=true. Leave stream out to get the whole response",
-            field="stream",
         )
     return EventStream(store.background.follow(response_id, owner, number), lambda disconnected: None, {})
 
@@ -78,4 +78,4 @@ def check_include_query(request: Request) -> None:
     try:
         check_includes(given.split(",") if given else [])
     except ValueError as error:
-        raise InvalidValue(f"include: {error}", field="include") from None
+        raise InvalidValue.at("include", str(error)) from None

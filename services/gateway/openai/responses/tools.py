@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import from_json
 
-from services.common.errors import InvalidRequest, InvalidValue
+from services.common.errors import InvalidValue, UnsupportedParameter
 from services.gateway.openai.body import Body, optional
 from services.gateway.openai.messages import (
     MAX_TOOLS,
@@ -216,11 +216,10 @@ def chat_tools(tools: Sequence[Any]) -> list[Tool]:
     if tools and not functions:
         index = next((index for index, tool in enumerate(tools) if isinstance(tool, HostedTool)), 0)
         kinds = ", ".join(hosted(tools)) or "an empty namespace"
-        raise InvalidRequest(
-            f"tools[{index}].type: no tool is left for the model: this server runs no hosted tools ({kinds}); send"
+        raise UnsupportedParameter.at(
+            f"tools[{index}].type",
+            f"no tool is left for the model: this server runs no hosted tools ({kinds}); send"
             " tools of type 'function', 'custom', 'local_shell' or 'namespace'",
-            field=f"tools[{index}].type",
-            reason="UNSUPPORTED_PARAMETER",
         )
     return [Tool(type="function", function=function) for function in functions]
 
@@ -241,16 +240,13 @@ def chat_choice(choice: Any, tools: Sequence[Any]) -> ToolChoice | None:
             namespace = tool.get("namespace")
             names.append(qualified(namespace if isinstance(namespace, str) else None, name))
         elif kind not in ignored:  # a hosted tool of the request is left out here too
-            raise InvalidValue(
-                "tool_choice.tools: expected tools that are among tools, such as {'type': 'function', 'name': ...}",
-                field="tool_choice.tools",
+            raise InvalidValue.at(
+                "tool_choice.tools", "expected tools that are among tools, such as {'type': 'function', 'name': ...}"
             )
     allowed = [NamedTool(type="function", function=NamedFunction(name=name)) for name in names]
     if not allowed:
-        raise InvalidRequest(
-            "tool_choice.tools: only hosted tools are allowed, and this server runs none; allow others",
-            field="tool_choice.tools",
-            reason="UNSUPPORTED_PARAMETER",
+        raise UnsupportedParameter.at(
+            "tool_choice.tools", "only hosted tools are allowed, and this server runs none; allow others"
         )
     return AllowedTools(type="allowed_tools", allowed_tools=AllowedFunctions(mode=choice.mode, tools=allowed))
 
