@@ -17,14 +17,12 @@ from services.gateway.engine.request import PromptRequest
 from services.gateway.engine.text import TextEngine
 from services.gateway.http.errors import to_body
 from services.gateway.http.request import Caller
-from services.gateway.openai.compiler import Draft, RequestCompiler
+from services.gateway.openai.compiler import Draft, RequestCompiler, seed_of
 from services.gateway.openai.grammar.answer import GRAMMAR_FIELD, Thoughts, explain
-from services.gateway.openai.lengths import cut, default_max_tokens
+from services.gateway.openai.limits import cut
 from services.gateway.openai.parse import parse
-from services.gateway.openai.prompt_requests import seed_of
 from services.gateway.openai.schemas import ChatBody
 
-COMPLETION_TOKENS = 16  # default of max_tokens for a completion, as over HTTP
 _NO_CALLER = Caller("", "")
 _GRAMMAR_SHARE = 1024  # a sample with a grammar of more bytes counts as several samples
 
@@ -91,15 +89,8 @@ async def check(compiler: RequestCompiler, requests: Sequence[ClientRequest]) ->
     """Return the drafts of all requests. Raises InvalidRequest for wrong parameters."""
     drafts: dict[tuple[int, bool], Draft] = {}
     for request in {request.draft_key: request for request in requests}.values():
-        body = request.params.body
-        chat = request.conversation is not None
-        drafts[request.draft_key] = await compiler.draft(
-            body,
-            _NO_CALLER,
-            logprobs=request.params.logprobs,
-            logprobs_field="logprobs",
-            default_max_tokens=default_max_tokens(body, compiler.facts) if chat else COMPLETION_TOKENS,
-        )
+        is_chat = request.conversation is not None
+        drafts[request.draft_key] = await compiler.draft(request.params.body, _NO_CALLER, is_chat=is_chat)
     return drafts
 
 

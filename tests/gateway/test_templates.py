@@ -195,8 +195,8 @@ def test_no_effort_turns_thinking_off(qwen):
 async def test_an_effort_means_to_think_where_the_template_has_a_switch(tmp_path, effort, given, text):
     template = "{{ enable_thinking if enable_thinking is defined else 'unset' }}"
     engine = TextEngine(Tokenizer.load(str(make_model(tmp_path / "m", template))))
-    body = ChatBody(messages=HI, chat_template_kwargs=given)
-    assert (await render(engine, body, max_tokens=None, effort=effort)).text == text
+    body = ChatBody(messages=HI, chat_template_kwargs=given, reasoning_effort=effort)
+    assert (await render(engine, body, max_tokens=None)).text == text
     engine.stop()
 
 

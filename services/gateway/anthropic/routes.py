@@ -57,7 +57,7 @@ async def _count(gateway: Gateway, body: CountTokensBody, size: int, caller: Cal
     await gateway.fleet.model(body.model)
     traits = _traits(gateway, body)
     chat = await gateway.text.worked(size, body.count, traits)
-    prompt = await render(gateway.text, chat, max_tokens=None, with_tools=chat.tool_choice != "none")
+    prompt = await render(gateway.text, chat, max_tokens=None)
     return response(200, {"input_tokens": len(prompt.ids)}, _headers(body, traits, caller))
 
 

@@ -14,10 +14,10 @@ from services.common.process.time_slice import TimeSlice
 from services.gateway.batch.requests import Requests
 from services.gateway.http.errors import to_response
 from services.gateway.http.request import Caller, Posted, read_body, read_caller, while_connected
+from services.gateway.openai.compiler import seed_of
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.json_value import may_be_too_deep, write_again
 from services.gateway.openai.parse import IGNORED_HEADER, listed_as_ignored, off_loop, read_json
-from services.gateway.openai.prompt_requests import seed_of
 from services.gateway.openai.router import Router, takes
 
 log = structlog.get_logger(__name__)

@@ -9,30 +9,35 @@ HTTP requests, Batch lines and the Python client run the same steps in the same 
 3. ``RequestCompiler.prompt_requests`` runs the checks that need the prompts, and makes a request of each.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
+from services.common.errors import InvalidValue
+from services.common.request_bounds import MAX_BIAS_COPIES
 from services.common.text.vocabulary import TokenIds
 from services.gateway.engine.codec import ModelFacts
 from services.gateway.engine.request import PromptRequest, Settings
-from services.gateway.engine.text import TextEngine
+from services.gateway.engine.text import TextEngine, check_token_ids
 from services.gateway.http.request import Caller
 from services.gateway.openai.chat_shape import MakeReader
 from services.gateway.openai.conversation import check_tools, make_grammar
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.grammar.answer import Thoughts
 from services.gateway.openai.grammar.wanted import wanted_grammar
-from services.gateway.openai.lengths import cut, kept_tokens
-from services.gateway.openai.limits import NO_LIMITS, Limits
+from services.gateway.openai.limits import NO_LIMITS, Limits, cut, default_max_tokens
 from services.gateway.openai.messages import NamedTool
 from services.gateway.openai.output.formats import OutputFormats
-from services.gateway.openai.prompt_requests import make_prompt_requests
 from services.gateway.openai.schemas import ChatBody, GenerationBody
-from services.gateway.openai.settings import check_grammar, make_settings
-from services.gateway.openai.thinking import limit_thinking
+from services.gateway.openai.settings import check_grammar, limit_thinking, make_settings
 from services.gateway.openai.truncation import render_prompt
+
+COMPLETION_TOKENS = 16  # default of max_tokens for completions
+_U64 = 2**64
 
 
 class Draft(NamedTuple):
@@ -40,7 +45,7 @@ class Draft(NamedTuple):
 
     body: GenerationBody
     settings: Settings
-    max_tokens: int | None  # of each answer. None: the rest of the context
+    max_tokens: int | None  # of each answer. 0: only score the prompt. None: the rest of the context
     kept: int | None  # number of tokens that a longer prompt is truncated to. None: prompts are not truncated
 
 
@@ -76,25 +81,13 @@ class RequestCompiler(NamedTuple):
         gateway.limits.check_samples(prompts, body)
         return cls(gateway.text, gateway.formats, await gateway.fleet.model(body.model), gateway.limits)
 
-    async def draft(
-        self,
-        body: GenerationBody,
-        caller: Caller,
-        *,
-        logprobs: int | None,
-        logprobs_field: str,
-        default_max_tokens: int | None,
-    ) -> Draft:
-        """Return the draft of ``body``. Raises InvalidRequest.
-
-        ``logprobs``: number of alternatives for each token of the answer, from the field ``logprobs_field``. None if
-        the caller wants no log-probabilities.
-        """
-        max_tokens = self.limits.max_tokens(body, default_max_tokens)
-        kept = kept_tokens(body, self.facts, self.limits.prompt_tokens)
+    async def draft(self, body: GenerationBody, caller: Caller, *, is_chat: bool) -> Draft:
+        """Return the draft of ``body``. Raises InvalidRequest."""
+        default = default_max_tokens(body, self.facts) if is_chat else COMPLETION_TOKENS
+        max_tokens = self.limits.max_tokens(body, default)
+        kept = self.limits.kept_tokens(body, self.facts)
         grammar = await wanted_grammar(self.text, body)
-        settings = make_settings(body, self.facts, logprobs, logprobs_field, caller, grammar)
-        return Draft(body, settings, max_tokens, kept)
+        return Draft(body, make_settings(body, self.facts, caller, grammar), max_tokens, kept)
 
     async def encode(self, draft: Draft, texts: list[str], *, add_special_tokens: bool) -> Sequence[TokenIds]:
         """Return the token ids of prompts. Raises InvalidRequest."""
@@ -141,15 +134,78 @@ class RequestCompiler(NamedTuple):
 
         ``thoughts``: the beginning of the answer. None: the end of each prompt decides.
         """
-        body, settings = draft.body, draft.settings
+        body, facts, settings = draft.body, self.facts, draft.settings
         self.limits.check_grammar(len(prompts), body, settings.grammar)
-        settings = limit_thinking(settings, body.thinking_token_budget, self.formats, self.facts, thoughts)
+        settings = limit_thinking(settings, body.thinking_token_budget, self.formats, facts, thoughts)
         kept = [cut(prompt, draft.kept, body.truncation_side) for prompt in prompts]
         self.limits.check_prompts(kept, field)
-        return make_prompt_requests(
-            request_id, kept, settings, self.facts, field=field, max_tokens=draft.max_tokens, seed=seed
-        )
+        _check_bias_copies(len(prompts), settings)
+        requests = []
+        seen: Counter[bytes] = Counter()
+        for number, prompt in enumerate(kept):
+            ids = np.asarray(prompt, np.uint32)
+            check_token_ids(ids, facts.vocab_size, facts.max_context_tokens, field)
+            _check_prompt_logprobs_start(settings.prompt_logprobs_start, len(ids))
+            repeat = 0
+            if seed is not None and len(prompts) > 1:
+                key = ids.tobytes()
+                repeat, seen[key] = seen[key], seen[key] + 1
+            room = facts.max_context_tokens - len(ids)
+            _check_min_tokens(settings.min_tokens, draft.max_tokens, room)
+            requests.append(
+                PromptRequest(
+                    request_id=request_id if len(prompts) == 1 else f"{request_id}-{number}",
+                    model=facts.id,
+                    prompt_ids=ids,
+                    max_tokens=room if draft.max_tokens is None else min(max(draft.max_tokens, 1), room),
+                    seed=None if seed is None else seed_of(seed, repeat),
+                    settings=settings,
+                )
+            )
+        return requests
 
     def _max_tokens(self, draft: Draft) -> int | None:
         """Return the length from which a prompt is rejected before all of it is encoded."""
         return self.facts.max_context_tokens if draft.kept is None else None
+
+
+def seed_of(seed: int, repeat: int) -> int:
+    """Return the seed of a prompt's occurrence number ``repeat`` in one request.
+
+    The first occurrence has the caller's seed, so that a prompt gets the same answer alone and in a list. Each later
+    occurrence has another seed.
+    """
+    mixed = (seed + repeat * 0x9E3779B97F4A7C15) % _U64
+    if repeat:
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % _U64
+        mixed ^= mixed >> 31
+    return mixed
+
+
+def _check_bias_copies(prompts: int, settings: Settings) -> None:
+    """Raise InvalidRequest if all samples together have too many bias entries. Each sample has a copy of the bias."""
+    choices, entries = prompts * settings.n, len(settings.sampling.logit_bias_token_ids)
+    if choices * entries > MAX_BIAS_COPIES:
+        raise InvalidValue.at(
+            "logit_bias",
+            f"{entries} tokens for each of {choices} choices are more than {MAX_BIAS_COPIES}; send several"
+            " requests, or bias fewer tokens",
+        )
+
+
+def _check_prompt_logprobs_start(start: int, prompt_tokens: int) -> None:
+    if start >= prompt_tokens:
+        raise InvalidValue(
+            f"prompt_logprobs_start={start}: the prompt has {prompt_tokens} tokens; expected 0 to {prompt_tokens - 1}",
+            field="prompt_logprobs_start",
+        )
+
+
+def _check_min_tokens(least: int, max_tokens: int | None, room: int) -> None:
+    if max_tokens is not None and least > max_tokens:
+        limit = f"max_tokens={max_tokens}"
+    elif least > room:
+        limit = f"the {room} tokens that the context has left behind the prompt"
+    else:
+        return
+    raise InvalidValue(f"min_tokens={least} is more than {limit}; ask for less", field="min_tokens")

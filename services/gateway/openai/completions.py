@@ -21,7 +21,6 @@ from services.gateway.openai.shapes import CompletionShape
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-DEFAULT_MAX_TOKENS = 16
 _INLINE_PROMPTS = 256  # maximum number of prompts that are compiled on the event loop, in about 3 ms
 
 router = Router()
@@ -32,9 +31,7 @@ async def create_completion(gateway: Gateway, posted: Posted, caller: Caller) ->
     """Continue one prompt or several."""
     body = await parse_large(gateway.text, posted, CompletionBody)
     compiler = await RequestCompiler.of(gateway, body, len(body.prompt))
-    draft = await compiler.draft(
-        body, caller, logprobs=body.logprobs, logprobs_field="logprobs", default_max_tokens=DEFAULT_MAX_TOKENS
-    )
+    draft = await compiler.draft(body, caller, is_chat=False)
     prompts: Sequence[TokenIds] = (
         body.prompt
         if not _are_texts(body.prompt)

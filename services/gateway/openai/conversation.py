@@ -12,7 +12,9 @@ from services.gateway.openai.grammar.calls import CallRules
 from services.gateway.openai.messages import ConversationBody, NamedTool, ReasoningEffort, Tool
 from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.openai.schemas import ChatBody
-from services.gateway.openai.thinking import TEMPLATE_NAMES
+
+# Names that chat templates and other engines have for thinking_token_budget.
+_BUDGET_NAMES = frozenset({"thinking_budget", "thinking_token_budget", "max_thinking_tokens", "reasoning_budget"})
 
 
 class Prompt(NamedTuple):
@@ -33,28 +35,22 @@ class Prompt(NamedTuple):
 
 
 async def render(
-    engine: TextEngine,
-    body: ConversationBody,
-    *,
-    max_tokens: int | None,
-    effort: ReasoningEffort | None = None,
-    with_tools: bool = True,
-    add_special_tokens: bool = False,
+    engine: TextEngine, body: ConversationBody, *, max_tokens: int | None, add_special_tokens: bool = False
 ) -> Prompt:
     """Return the prompt of ``body``.
 
     Raises ``InvalidRequest``, also for a prompt of more than ``max_tokens`` tokens unless that is None.
     """
-    tools = (body.tools or []) if with_tools else []
+    tools = body.shown_tools
     known = engine.tokenizer.chat_template(tools=bool(tools)).variables
     given = body.chat_template_kwargs or {}
-    for name in sorted(TEMPLATE_NAMES.intersection(given).difference(known)):
+    for name in sorted(_BUDGET_NAMES.intersection(given).difference(known)):
         raise UnsupportedParameter(
             f"this model's chat template does not know {name!r}; send thinking_token_budget instead, outside of"
             " chat_template_kwargs",
             field=f"chat_template_kwargs.{name}",
         )
-    variables = {name: value for name, value in given.items() if name in known} | _thinking(effort, known, given)
+    variables = {name: value for name, value in given.items() if name in known} | _thinking(body.effort, known, given)
     for name, value in (("tools", tools), ("documents", body.documents or [])):
         if value and name not in known:
             raise UnsupportedParameter(

@@ -272,6 +272,16 @@ class ConversationBody(Body):
         return messages
 
     @property
+    def effort(self) -> ReasoningEffort | None:
+        """The reasoning effort that the chat template gets."""
+        return None
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        """The tools that the chat template gets."""
+        return self.tools or []
+
+    @property
     def only_allowed(self) -> bool:
         """True if the model may only call ``tools``, even if the conversation mentions others."""
         return self._only_allowed

@@ -24,7 +24,7 @@ from services.gateway.openai.fields import (
     in_range,
 )
 from services.gateway.openai.grammar.body import GrammarBody
-from services.gateway.openai.messages import AllowedTools, ConversationBody, ReasoningEffort, ToolChoice
+from services.gateway.openai.messages import AllowedTools, ConversationBody, ReasoningEffort, Tool, ToolChoice
 from services.gateway.openai.other_names import SAME, SAME_IN_CHAT, SIMILAR, SIMILAR_IN_CHAT
 
 
@@ -158,6 +158,13 @@ class GenerationBody(GrammarBody, SamplingBody):
         """Number of samples to generate for each prompt."""
         return self.n or 1
 
+    answer_top_field: ClassVar[str] = "logprobs"  # the parameter that ``answer_top`` comes from
+
+    @property
+    def answer_top(self) -> int | None:
+        """Number of alternatives for each token of the answer, or None if there are no log-probabilities."""
+        return None
+
     @property
     def prompt_top(self) -> int | None:
         """Number of alternatives to score for each prompt token, or None if prompt tokens are not scored."""
@@ -223,6 +230,10 @@ class CompletionBody(GenerationBody):
         return self.best_of or self.n or 1
 
     @property
+    def answer_top(self) -> int | None:
+        return self.logprobs
+
+    @property
     def prompt_top(self) -> int | None:
         echoed = self.logprobs if self.echo else None
         return max((top for top in (echoed, self.prompt_logprobs) if top is not None), default=None)
@@ -272,6 +283,20 @@ class ChatBody(ConversationBody, GenerationBody):
         "For chat templates with reasoning_effort or enable_thinking."
         " none turns thinking off, all other values turn it on."
     )
+
+    answer_top_field = "top_logprobs"
+
+    @property
+    def effort(self) -> ReasoningEffort | None:
+        return self.reasoning_effort
+
+    @property
+    def shown_tools(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else super().shown_tools
+
+    @property
+    def answer_top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> "ChatBody":

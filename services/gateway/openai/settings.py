@@ -1,35 +1,28 @@
 """Makes the settings of a body's samples, with the checks that need the facts of the model and no prompt."""
 
 import re
+from dataclasses import replace
 
 from services.common.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from services.common.logprobs_mode import PROCESSED
 from services.common.sampling import PARAMETERS
+from services.common.text.thinking import BEGINS, ENDS
 from services.gateway.engine.codec import ModelFacts
 from services.gateway.engine.request import Grammar, RequestPriority, Settings
 from services.gateway.http.request import Caller
+from services.gateway.openai.grammar.answer import Thoughts
+from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.openai.schemas import GenerationBody
-from tokasaurus.common.v1.sampling_pb2 import Sampling
+from tokasaurus.common.v1.sampling_pb2 import Sampling, ThinkingBudget
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
+_THINKING_OPENED = {Thoughts.OPENED: True, Thoughts.MAYBE: False}
 
 
-def make_settings(
-    body: GenerationBody,
-    facts: ModelFacts,
-    logprobs: int | None,
-    logprobs_field: str,
-    caller: Caller,
-    grammar: Grammar | None = None,
-) -> Settings:
-    """Return the settings that all prompts of ``body`` share. Raises InvalidRequest.
-
-    ``logprobs``: None, or the number of alternatives for each token of the answer.
-    """
-    if logprobs is not None and logprobs > facts.max_top_logprobs:
-        raise InvalidValue(
-            f"{logprobs_field}={logprobs}: this server returns at most {facts.max_top_logprobs}", field=logprobs_field
-        )
+def make_settings(body: GenerationBody, facts: ModelFacts, caller: Caller, grammar: Grammar | None) -> Settings:
+    """Return the settings that all prompts of ``body`` share. Raises InvalidRequest."""
+    logprobs = body.answer_top
+    _check_top(body.answer_top_field, logprobs, facts)
     _check_prompt_logprobs(body, facts)
     check_grammar(body, facts, grammar)
     stop_token_ids = tuple(body.stop_token_ids or ())
@@ -87,11 +80,12 @@ def _check_prompt_logprobs(body: GenerationBody, facts: ModelFacts) -> None:
             f"{what}: the worker that serves this model computes no log-probabilities of prompts; leave it out",
             field=field,
         )
-    if (body.prompt_logprobs or 0) > facts.max_top_logprobs:
-        raise InvalidValue(
-            f"prompt_logprobs={body.prompt_logprobs}: this server returns at most {facts.max_top_logprobs}",
-            field="prompt_logprobs",
-        )
+    _check_top("prompt_logprobs", body.prompt_logprobs, facts)
+
+
+def _check_top(field: str, count: int | None, facts: ModelFacts) -> None:
+    if (count or 0) > facts.max_top_logprobs:
+        raise InvalidValue(f"{field}={count}: this server returns at most {facts.max_top_logprobs}", field=field)
 
 
 def _processed_logprobs(body: GenerationBody, facts: ModelFacts) -> bool | None:
@@ -137,3 +131,37 @@ def _check_token(token: int, given: int | str, facts: ModelFacts, field: str) ->
             f"token id {given} does not exist; this model has ids 0 to {facts.vocab_size - 1}",
             reason="UNKNOWN_TOKEN",
         )
+
+
+def limit_thinking(
+    settings: Settings, tokens: int | None, formats: OutputFormats, facts: ModelFacts, thoughts: Thoughts | None
+) -> Settings:
+    """Return ``settings`` with a budget of ``tokens`` for the reasoning section. None: no budget.
+
+    ``thoughts``: the beginning of the answer. None: the end of each prompt decides. An answer that cannot begin with a
+    reasoning section is not limited. Raises InvalidRequest if the model has no such section.
+    """
+    if tokens is None:
+        return settings
+    if not formats.reasoning:
+        raise UnsupportedParameter.at(
+            "thinking_token_budget",
+            f"this model's chat template has no reasoning section ({BEGINS}...{ENDS}); leave it out, or have"
+            " the server started with reasoning_parser=qwen3",
+        )
+    if None in formats.thinking_tokens:
+        raise UnsupportedParameter.at(
+            "thinking_token_budget",
+            f"this model's tokenizer has no single tokens for {BEGINS} and {ENDS}, so the section cannot be"
+            " ended at a token; leave it out, and limit the whole answer with max_tokens",
+        )
+    if not facts.thinking_budgets:
+        raise UnsupportedParameter.at(
+            "thinking_token_budget", "the worker that serves this model has no thinking budgets; leave it out"
+        )
+    if thoughts is Thoughts.NONE:
+        return settings
+    opened = None if thoughts is None else _THINKING_OPENED[thoughts]
+    sampling = Sampling(thinking=ThinkingBudget(tokens=tokens, opened=opened))
+    sampling.MergeFrom(settings.sampling)
+    return replace(settings, sampling=sampling)

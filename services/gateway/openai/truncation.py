@@ -7,8 +7,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.engine.codec import ModelFacts
 from services.gateway.engine.text import TextEngine
 from services.gateway.openai.conversation import Prompt, render
-from services.gateway.openai.lengths import DEFAULT_ANSWER_TOKENS, default_max_tokens
-from services.gateway.openai.limits import Limits
+from services.gateway.openai.limits import DEFAULT_ANSWER_TOKENS, Limits, default_max_tokens
 from services.gateway.openai.messages import Message
 from services.gateway.openai.schemas import ChatBody
 
@@ -18,31 +17,17 @@ async def render_prompt(
 ) -> Prompt:
     """Return the prompt of ``body``. With ``drop_oldest``, drop the oldest messages if it exceeds the context.
 
-    Raises ``InvalidRequest``, also for a prompt of more than ``max_tokens`` tokens unless that is None.
+    They make room for the answer. If even the prompt without all ``droppable`` messages leaves too little room, return
+    it, since a shorter answer may fit. Raises ``InvalidRequest``, also for a prompt of more than ``max_tokens`` tokens
+    unless that is None.
     """
-    if drop_oldest:
-        return await _render_newest(text, limits, body, facts, max_tokens)
-    return await _render_whole(text, body, max_tokens)
-
-
-async def _render_whole(text: TextEngine, body: ChatBody, max_tokens: int | None) -> Prompt:
-    with_tools = body.tool_choice != "none"
-    return await render(text, body, max_tokens=max_tokens, effort=body.reasoning_effort, with_tools=with_tools)
-
-
-async def _render_newest(
-    text: TextEngine, limits: Limits, body: ChatBody, facts: ModelFacts, max_tokens: int | None
-) -> Prompt:
-    """Return the prompt of ``body``. If it exceeds the context, drop the oldest messages to make room for the answer.
-
-    If even the prompt without all ``droppable`` messages leaves too little room, return it if it has at most
-    ``max_tokens``, since a shorter answer may fit.
-    """
+    if not drop_oldest:
+        return await render(text, body, max_tokens=max_tokens)
     whole_room, room = _max_prompt_tokens(limits, body, facts)
 
     async def render_if_fits(given: ChatBody, room: int = room) -> Prompt | None:
         try:
-            prompt = await _render_whole(text, given, room)
+            prompt = await render(text, given, max_tokens=room)
         except InvalidRequest as error:
             if error.reason != "CONTEXT_LENGTH_EXCEEDED":
                 raise
@@ -55,7 +40,7 @@ async def _render_newest(
     newest = partial(text.in_thread, _without, body)
     shortest = await newest(parts)
     if (best := await render_if_fits(shortest)) is None:
-        return await _render_whole(text, shortest, max_tokens)
+        return await render(text, shortest, max_tokens=max_tokens)
     # Search for the number of parts to keep. The steps double before the binary search. A conversation much longer than
     # the context is therefore rendered as a whole only once.
     fits, exceeds, step = 0, len(parts), 1
