@@ -23,8 +23,8 @@ from services.gateway.engine.metrics import RequestMetrics
 from services.gateway.engine.session import Timings
 from services.gateway.engine.text import TextEngine
 from services.gateway.openai.compiler import RequestCompiler
+from services.gateway.openai.logprobs import prompt_logprobs
 from services.gateway.openai.output.formats import OutputFormats
-from services.gateway.openai.prompt_scores import prompt_logprobs
 from services.gateway.openai.transcript import Transcript, whole_text
 
 R = TypeVar("R")

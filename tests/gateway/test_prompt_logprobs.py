@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from services.gateway.engine.codec import PromptScores
-from services.gateway.openai.prompt_scores import echoed
+from services.gateway.openai.logprobs import echoed
 from services.gateway.openai.transcript import Piece
 from tests.fakes.model import FakeShape, chosen_logprob, top_token_ids
 from tests.gateway.deployment import Deployment

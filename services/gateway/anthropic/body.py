@@ -14,8 +14,8 @@ from services.gateway.openai.fields import Stops
 from services.gateway.openai.grammar.body import NamedSchema, ResponseFormat
 from services.gateway.openai.json_value import Schema
 from services.gateway.openai.messages import MAX_MESSAGES, MAX_TOOLS, check_names_differ
-from services.gateway.openai.other_names import refused_names
 from services.gateway.openai.schemas import ChatBody, SamplingBody
+from services.gateway.openai.unsupported import refused_names
 
 ENABLE_THINKING, EFFORT = "enable_thinking", "reasoning_effort"  # variables of chat templates
 _KEEP_ALL_THINKING = "clear_thinking_20251015"

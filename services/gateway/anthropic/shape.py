@@ -1,5 +1,6 @@
 """The JSON of Messages answers, as one object or as the events of a stream."""
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
@@ -9,7 +10,6 @@ import orjson
 from services.common.errors import TokaError
 from services.gateway.anthropic.content import ContentBlocks, Event
 from services.gateway.anthropic.errors import in_own_words, to_body
-from services.gateway.anthropic.ping import with_pings
 from services.gateway.engine.active_request import ActiveSample
 from services.gateway.engine.codec import ModelFacts
 from services.gateway.engine.request import PromptRequest
@@ -17,6 +17,9 @@ from services.gateway.openai.chat_shape import ChatShape, MakeReader
 from services.gateway.openai.output.deltas import Content
 from services.gateway.openai.transcript import Piece
 from services.gateway.openai.usage import usage_of
+
+PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+PING_SECONDS = 10.0
 
 
 class MessageShape(ChatShape):
@@ -109,3 +112,26 @@ def _usage(computed: int, cached: int, output: int) -> dict[str, Any]:
 
 def _written(events: Iterable[Event]) -> bytes:
     return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event)) for event in events)
+
+
+async def with_pings(events: AsyncIterator[bytes], seconds: float = PING_SECONDS) -> AsyncIterator[bytes]:
+    """Yield ``events``, and a ping after each ``seconds`` without an event.
+
+    Pings keep proxies and clients from timing out.
+    """
+    pending: asyncio.Task[bytes | None] | None = None
+    try:
+        while True:
+            pending = asyncio.create_task(_next(events))
+            while not (await asyncio.wait([pending], timeout=seconds))[0]:
+                yield PING
+            if (data := pending.result()) is None:
+                return
+            yield data
+    finally:
+        if pending is not None:
+            pending.cancel()
+
+
+async def _next(events: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(events, None)

@@ -18,7 +18,7 @@ from services.gateway.app import probes
 from services.gateway.batch import batch_routes, file_routes, together
 from services.gateway.console import routes as console
 from services.gateway.openai import chat, completions, other, stored_chats, tokens
-from services.gateway.openai.responses import conversations, stored_routes
+from services.gateway.openai.responses import conversations
 from services.gateway.openai.responses import routes as responses
 from services.gateway.openai.router import Router
 
@@ -32,7 +32,6 @@ CLIENT_ROUTERS = (
     file_routes.router,
     batch_routes.router,
     together.router,
-    stored_routes.router,
     conversations.router,
     stored_chats.router,
     other.router,

@@ -17,10 +17,9 @@ from services.gateway.http.bounds import Bounds
 from services.gateway.http.request import Caller
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.grammar.answer import GRAMMAR_FIELD, explain
-from services.gateway.openai.logprobs import mean_logprob
+from services.gateway.openai.logprobs import echoed, mean_logprob, prompt_logprobs
 from services.gateway.openai.packed_logprobs import pack
 from services.gateway.openai.prompt_log import PromptLog
-from services.gateway.openai.prompt_scores import echoed, prompt_logprobs
 from services.gateway.openai.shapes import Shape
 from services.gateway.openai.sse import EventStream
 from services.gateway.openai.transcript import Piece, Transcript, whole_text

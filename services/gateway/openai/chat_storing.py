@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from services.common.errors import InvalidValue, NotFound, UnsupportedParameter
+from services.common.errors import InvalidValue, NotFound
 from services.gateway.engine.active_request import ActiveSample
 from services.gateway.engine.text import TextEngine
 from services.gateway.http.idempotency import fingerprint
@@ -16,7 +16,7 @@ from services.gateway.openai.chat_shape import ChatShape, MakeReader, Readers
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.output.deltas import Delta
 from services.gateway.openai.schemas import ChatBody
-from services.gateway.openai.storing import try_to_store
+from services.gateway.openai.storing import opened_for, try_to_store
 from services.gateway.openai.transcript import Piece, joined
 from services.gateway.store.chats import Chats
 from services.gateway.store.ids import new_id
@@ -42,10 +42,7 @@ class ChatKeeper:
 
         Raises InvalidRequest if there is no store, and the errors of the store.
         """
-        try:
-            store = await gateway.store.opened()
-        except NotFound as error:  # the gateway was started without a store
-            raise UnsupportedParameter.at("store", error.message) from None
+        store = await opened_for(gateway, "store")
         if any("\0" in text for label in (body.metadata or {}).items() for text in label):
             raise InvalidValue.at("metadata", "a stored key or value has no NUL character")
         chat_id = new_id(_PREFIX)

@@ -14,9 +14,8 @@ from services.common.large_json import count_marks, load
 from services.gateway.engine.text import INLINE_BYTES, TextEngine
 from services.gateway.http.request import Posted
 from services.gateway.openai.body import Body, UnknownNames
-from services.gateway.openai.other_names import rename
 from services.gateway.openai.problems import describe
-from services.gateway.openai.unsupported import HARMLESS, UNSUPPORTED, refuse_unsupported
+from services.gateway.openai.unsupported import HARMLESS, UNSUPPORTED, refuse_unsupported, rename
 
 IGNORED_HEADER = "x-toka-ignored-params"
 MAX_PARAMETERS = 1024

@@ -25,7 +25,7 @@ from services.gateway.openai.fields import (
 )
 from services.gateway.openai.grammar.body import GrammarBody
 from services.gateway.openai.messages import AllowedTools, ConversationBody, ReasoningEffort, Tool, ToolChoice
-from services.gateway.openai.other_names import SAME, SAME_IN_CHAT, SIMILAR, SIMILAR_IN_CHAT
+from services.gateway.openai.unsupported import SAME, SAME_IN_CHAT, SIMILAR, SIMILAR_IN_CHAT
 
 
 class StreamOptions(Body):

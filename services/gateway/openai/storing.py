@@ -1,4 +1,4 @@
-"""Store what a client gets in any case."""
+"""Storage of what a client gets in any case."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -6,7 +6,9 @@ from collections.abc import Awaitable
 import structlog
 
 from services.common.boundaries import errors_logged
-from services.common.errors import AlreadyExists, TokaError
+from services.common.errors import AlreadyExists, NotFound, TokaError, UnsupportedParameter
+from services.gateway.openai.gateway import Gateway
+from services.gateway.store.service import OpenStore
 
 log = structlog.get_logger(__name__)
 
@@ -29,3 +31,11 @@ async def try_to_store(kind: str, object_id: str, storing: Awaitable[None]) -> b
         except (TokaError, TimeoutError) as error:
             log.warning(failed, id=object_id, reason=str(error) or f"took {_TIMEOUT_S:.0f} s")
     return False
+
+
+async def opened_for(gateway: Gateway, field: str) -> OpenStore:
+    """Return the store for the parameter ``field``. Raises InvalidRequest if there is none, and errors of the store."""
+    try:
+        return await gateway.store.opened()
+    except NotFound as error:  # the gateway was started without a store
+        raise UnsupportedParameter.at(field, error.message) from None

@@ -14,7 +14,7 @@ from anthropic.types import (
     RawMessageStopEvent,
 )
 
-from services.gateway.anthropic.ping import PING, with_pings
+from services.gateway.anthropic.shape import PING, with_pings
 from tests.gateway.deployment import PATIENCE_S, Deployment, eventually
 from tests.gateway.messages.conftest import sdk_of
 from tests.gateway.messages.test_create import THINKING, WEATHER, saying

@@ -19,7 +19,6 @@ from services.gateway.openai.messages import (
     check_names_differ,
     check_variables,
 )
-from services.gateway.openai.other_names import refused_names
 from services.gateway.openai.problems import describe
 from services.gateway.openai.responses.input_items import Item, messages_of
 from services.gateway.openai.responses.tools import (
@@ -33,6 +32,7 @@ from services.gateway.openai.responses.tools import (
     names_of,
 )
 from services.gateway.openai.schemas import ChatBody, SamplingBody
+from services.gateway.openai.unsupported import refused_names
 
 # Parameters that only OpenAI supports, with the values that change nothing. Other values are rejected.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -12,9 +12,8 @@ from services.gateway.http.request import Posted, read_body, read_caller
 from services.gateway.openai.body import Body, optional
 from services.gateway.openai.fields import Metadata
 from services.gateway.openai.parse import B, ignored_header, parse_large
-from services.gateway.openai.responses.input_items import Item, ItemReference
-from services.gateway.openai.responses.stored_items import all_stored
-from services.gateway.openai.responses.stored_routes import MAX_PAGE, check_include_query
+from services.gateway.openai.responses.input_items import Item, ItemReference, all_stored
+from services.gateway.openai.responses.routes import MAX_PAGE, check_include_query
 from services.gateway.openai.router import AFTER, ORDER, Router, limit, parameters, takes
 from services.gateway.store.queries import Query
 from services.gateway.store.service import opened

@@ -8,18 +8,16 @@ import orjson
 import structlog
 from pydantic import TypeAdapter
 
-from services.common.errors import InvalidRequest, InvalidValue, NotFound, TokaError, UnsupportedParameter
+from services.common.errors import InvalidRequest, InvalidValue, NotFound, TokaError
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.messages import MAX_MESSAGES
 from services.gateway.openai.responses.body import ResponsesBody
-from services.gateway.openai.responses.input_items import Item, ItemReference
+from services.gateway.openai.responses.input_items import Item, ItemReference, all_stored, outputs, without_logprobs
 from services.gateway.openai.responses.items import response_of
-from services.gateway.openai.responses.stored_items import all_stored, outputs, without_logprobs
-from services.gateway.openai.storing import try_to_store
+from services.gateway.openai.storing import opened_for, try_to_store
 from services.gateway.store.background import finish_shielded
 from services.gateway.store.conversations import Addition, Conversations
 from services.gateway.store.responses import RUNNING, Responses
-from services.gateway.store.service import OpenStore
 
 log = structlog.get_logger(__name__)
 
@@ -100,7 +98,7 @@ async def _earlier(gateway: Gateway, body: ResponsesBody, size: int, key_name: s
         field = "conversation"
         if body.previous_response_id is not None:
             raise InvalidValue("conversation: not with previous_response_id; send one of them", field=field)
-        store = await _opened(gateway, field)
+        store = await opened_for(gateway, field)
         try:
             items = await finish_shielded(store.conversations.items(body.conversation_id, key_name))
         except NotFound as error:
@@ -110,7 +108,7 @@ async def _earlier(gateway: Gateway, body: ResponsesBody, size: int, key_name: s
         most = sum(map(len, items))
         stored = await gateway.text.worked(size + most, lambda: [orjson.loads(item) for item in items])
     elif body.previous_response_id is not None:
-        store = await _opened(gateway, field)
+        store = await opened_for(gateway, field)
         try:
             kept = await finish_shielded(store.responses.get(body.previous_response_id, key_name))
         except NotFound as error:
@@ -154,7 +152,7 @@ async def _without_references(gateway: Gateway, body: ResponsesBody, earlier: Ea
     wanted = {item.id for item in body.input if isinstance(item, ItemReference)}
     if not wanted:
         return body
-    store = await _opened(gateway, "input")
+    store = await opened_for(gateway, "input")
     by_id = {item["id"]: item for item in earlier.stored if item["id"] in wanted}
     responses = {name for each in wanted - by_id.keys() if (name := response_of(each)) is not None}
     if len(responses) > MAX_REFERENCED:
@@ -181,7 +179,7 @@ async def _keeper(gateway: Gateway, body: ResponsesBody, earlier: Earlier, size:
     store = None
     if body.store is not False or body.conversation_id is not None:
         try:
-            store = await _opened(gateway, "store")
+            store = await opened_for(gateway, "store")
         except TokaError:
             if body.store:
                 raise
@@ -198,10 +196,3 @@ async def _keeper(gateway: Gateway, body: ResponsesBody, earlier: Earlier, size:
         body.conversation_id,
         stored[len(earlier.stored) :],
     )
-
-
-async def _opened(gateway: Gateway, field: str) -> OpenStore:
-    try:
-        return await gateway.store.opened()
-    except NotFound as error:  # the gateway was started without a store
-        raise UnsupportedParameter.at(field, error.message) from None
