@@ -13,7 +13,7 @@ from services.gateway.openai.body import Body, Elsewhere, optional
 from services.gateway.openai.fields import Stops
 from services.gateway.openai.grammar.body import NamedSchema, ResponseFormat
 from services.gateway.openai.json_value import Schema
-from services.gateway.openai.messages import MAX_MESSAGES, MAX_TOOLS, check_names_differ
+from services.gateway.openai.messages import MAX_MESSAGES, MAX_TOOLS, unique_names
 from services.gateway.openai.schemas import ChatBody, SamplingBody
 from services.gateway.openai.unsupported import refused_names
 
@@ -43,6 +43,9 @@ _ELSEWHERE = {
     "response_format": _FORMAT,
     "text": _FORMAT,
 }
+Tools = Annotated[
+    list[MessagesTool], Field(max_length=MAX_TOOLS), unique_names(lambda tools: [tool.name for tool in tools])
+]
 # Fields of the sampling body that have other names or meanings here.
 _OWN = frozenset({"stop", "metadata", "user", "store", "thinking_token_budget"})
 
@@ -108,9 +111,7 @@ class CountTokensBody(Body):
         list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, description="The conversation, in order.")
     ]
     system: TextBlocks | None = optional("A system message before the conversation: a text, or blocks of type text.")
-    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = optional(
-        "Functions that the model may call."
-    )
+    tools: Tools | None = optional("Functions that the model may call.")
     tool_choice: MessagesToolChoice | None = optional("auto, any, none, or a tool by its name.")
     thinking: Thinking | None = optional(
         "enabled, adaptive or disabled. Default: disabled, if the chat template has enable_thinking."
@@ -121,12 +122,6 @@ class CountTokensBody(Body):
         "clear_thinking_20251015 with keep=all, which has no effect. Other edits are rejected."
     )
     cache_control: Any = optional("Accepted: every prompt is cached.")
-
-    @field_validator("tools")
-    @classmethod
-    def _names_differ(cls, tools: list[MessagesTool] | None) -> list[MessagesTool] | None:
-        check_names_differ(tool.name for tool in tools or ())
-        return tools
 
     @model_validator(mode="after")
     def _one_format(self) -> "CountTokensBody":

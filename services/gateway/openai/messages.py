@@ -2,10 +2,10 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.common.json_scan import MAX_VALUES
@@ -30,6 +30,7 @@ _NOT_VARIABLES = (
 _UNSUPPORTED_PARTS = ("function_call", "audio", "refusal", "reasoning", "images", "videos")
 _UNSUPPORTED_MARKS = ("prefix", "partial")
 
+T = TypeVar("T")
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -199,11 +200,16 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-def check_names_differ(names: Iterable[str]) -> None:
-    """Raise ``ValueError`` if two tools have the same name."""
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise ValueError(f"two tools have the name {name!r}; give each its own")
+def unique_names(names_of: Callable[[Sequence[T]], Iterable[str]]) -> AfterValidator:
+    """Return the check that no two tools of a list have the same name. ``names_of``: the names of the list's tools."""
+
+    def check(tools: list[T]) -> list[T]:
+        for name, count in Counter(names_of(tools)).items():
+            if count > 1:
+                raise ValueError(f"two tools have the name {name!r}; give each its own")
+        return tools
+
+    return AfterValidator(check)
 
 
 class AllowedFunctions(Body):
@@ -225,12 +231,18 @@ class AllowedTools(Body):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
-def check_variables(variables: dict[str, Any] | None) -> dict[str, Any] | None:
+def _check_variables(variables: dict[str, Any]) -> dict[str, Any]:
     """Return the variables of a chat template. Raises ``ValueError`` for a variable that has its own parameter."""
     for name in _NOT_VARIABLES:
-        if variables and name in variables:
+        if name in variables:
             raise ValueError(f"{name!r} is no variable; leave it out here, and send the parameter of this name")
     return variables
+
+
+Variables = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES), AfterValidator(_check_variables)]
+Tools = Annotated[
+    list[Tool], Field(max_length=MAX_TOOLS), unique_names(lambda tools: [tool.function.name for tool in tools])
+]
 
 
 class ConversationBody(Body):
@@ -239,24 +251,14 @@ class ConversationBody(Body):
     messages: Annotated[
         list[Message], Field(min_length=1, max_length=MAX_MESSAGES, description="The conversation, in order.")
     ]
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = optional("Functions that the model may call.")
+    tools: Tools | None = optional("Functions that the model may call.")
     documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS)] | None = optional(
         "Documents for chat templates that take them. Other templates reject them."
     )
     add_generation_prompt: bool | None = optional("true: the chat template opens the assistant's turn. Default: true.")
     continue_final_message: bool | None = optional("true: the answer continues the assistant's last message.")
     _only_allowed: bool = PrivateAttr(default=False)
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = optional(
-        "Variables of the chat template, such as enable_thinking."
-    )
-
-    @field_validator("tools")
-    @classmethod
-    def _names_differ(cls, tools: list[Tool] | None) -> list[Tool] | None:
-        check_names_differ(tool.function.name for tool in tools or ())
-        return tools
-
-    _only_variables = field_validator("chat_template_kwargs")(check_variables)
+    chat_template_kwargs: Variables | None = optional("Variables of the chat template, such as enable_thinking.")
 
     @field_validator("messages")
     @classmethod

@@ -12,12 +12,11 @@ from services.gateway.openai.grammar.body import NamedSchema, ResponseFormat, Sc
 from services.gateway.openai.json_value import Schema
 from services.gateway.openai.messages import (
     MAX_MESSAGES,
-    MAX_TEMPLATE_VARIABLES,
     MAX_TOOLS,
     Message,
     ReasoningEffort,
-    check_names_differ,
-    check_variables,
+    Variables,
+    unique_names,
 )
 from services.gateway.openai.problems import describe
 from services.gateway.openai.responses.input_items import Item, messages_of
@@ -178,7 +177,7 @@ class ResponsesBody(SamplingBody):
         "Maximum number of tokens in the answer, reasoning included."
     )
     stream_options: ResponseStreamOptions | None = optional("Only allowed with stream.")
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = optional(
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS), unique_names(names_of)] | None = optional(
         "Functions that the model may call."
     )
     tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | AllowedResponseTools | None = optional(
@@ -190,9 +189,7 @@ class ResponsesBody(SamplingBody):
     include: Includes | None = optional("message.output_text.logprobs, reasoning.encrypted_content.")
     top_logprobs: Annotated[int, Field(ge=0)] | None = optional("Number of alternatives for each token, at most 20.")
     previous_response_id: Id | None = optional("Id of the stored response that this one continues.")
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = optional(
-        "Variables of the chat template, such as enable_thinking."
-    )
+    chat_template_kwargs: Variables | None = optional("Variables of the chat template, such as enable_thinking.")
 
     truncation: Literal["auto", "disabled"] | None = optional(
         "auto: drop the oldest items of a conversation that exceeds the context."
@@ -210,14 +207,6 @@ class ResponsesBody(SamplingBody):
     image: Unsupported = None
     max_tool_calls: Unsupported = None
     prompt: Unsupported = None
-
-    @field_validator("tools")
-    @classmethod
-    def _names_differ(cls, tools: list[Any] | None) -> list[Any] | None:
-        check_names_differ(names_of(tools or ()))
-        return tools
-
-    _only_variables = field_validator("chat_template_kwargs")(check_variables)
 
     @model_validator(mode="after")
     def _background_is_stored(self) -> "ResponsesBody":
