@@ -95,10 +95,8 @@ class ResponseFormat(Body):
         return value if self.type == "regex" and isinstance(value, str) else None
 
     @property
-    def schema_of_answer(self) -> SchemaOrText | None:
-        """The JSON Schema of the answer as an object or as text, or None if the answer is not JSON."""
-        if not self.wanted or self.type == "regex":
-            return None
+    def schema_of_answer(self) -> SchemaOrText:
+        """The JSON Schema of the answer as an object or as text, if the answer must be JSON."""
         if self.json_schema is not None:
             return self.json_schema.schema_
         given = self.schema_ if self.schema_ is not None else self.value

@@ -15,6 +15,7 @@ from services.gateway.openai.json_value import json_size
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # within a line, so that its time is linear
 _ESCAPE = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
 _ANY_OBJECT = {"type": "object"}
+_KINDS: dict[str, GrammarKind] = {"json": "json_schema", "regex": "regex", "choice": "choices", "grammar": "lark"}
 
 
 async def wanted_grammar(text: TextEngine, body: GrammarBody) -> Grammar | None:
@@ -37,27 +38,20 @@ class _Given(NamedTuple):
 
 def _read(body: GrammarBody) -> _Given | None:
     if (form := body.response_format) is not None and form.wanted:
-        return _one_of(form.schema_of_answer, form.regex, None, None, "response_format")
-    if (wanted := body.structured_outputs) is not None:
-        given = _ANY_OBJECT if wanted.json_object else wanted.json_
-        return _one_of(given, wanted.regex, wanted.choice, wanted.grammar, "structured_outputs")
-    for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-        if getattr(body, name) is not None:
-            given = body.name_given(name)
-            return _one_of(body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar, given)
+        if form.regex is not None:
+            return _Given("regex", form.regex, "response_format")
+        return _Given("json_schema", form.schema_of_answer, "response_format")
+    if (outputs := body.structured_outputs) is not None:
+        if outputs.json_object:
+            return _Given("json_schema", _ANY_OBJECT, "structured_outputs")
+        given = {"json": outputs.json_, "regex": outputs.regex, "choice": outputs.choice, "grammar": outputs.grammar}
+        return next(
+            _Given(_KINDS[name], value, "structured_outputs") for name, value in given.items() if value is not None
+        )
+    for name, kind in _KINDS.items():
+        if (value := getattr(body, f"guided_{name}")) is not None:
+            return _Given(kind, value, body.name_given(f"guided_{name}"))
     return None
-
-
-def _one_of(
-    schema: dict[str, Any] | str | None, regex: str | None, choice: list[str] | None, grammar: str | None, field: str
-) -> _Given:
-    given: tuple[tuple[GrammarKind, dict[str, Any] | list[str] | str | None], ...] = (
-        ("json_schema", schema),
-        ("regex", regex),
-        ("choices", choice),
-        ("lark", grammar),
-    )
-    return next(_Given(kind, value, field) for kind, value in given if value is not None)
 
 
 def _is_gbnf(given: _Given) -> bool:
