@@ -21,12 +21,8 @@ _EMPTY = Piece("", [])
 MakeReader = Callable[[], OutputReader | None]
 
 
-class Readers:
+class Readers(defaultdict[int, OutputReader | None]):
     """The reader of each choice, made at its first tokens. A choice has no reader if all its text is content."""
-
-    def __init__(self, make: MakeReader) -> None:
-        self._make = make
-        self._readers: dict[int, OutputReader | None] = {}
 
     def add_tokens(self, index: int, token_ids: TokenIds) -> None:
         """Count the next tokens of a choice. Their text may be held back for a later piece."""
@@ -55,12 +51,7 @@ class Readers:
     @property
     def reasoning_tokens(self) -> int:
         """Number of tokens in the reasoning of all choices."""
-        return sum(reader.reasoning_tokens for reader in self._readers.values() if reader is not None)
-
-    def __getitem__(self, index: int) -> OutputReader | None:
-        if index not in self._readers:
-            self._readers[index] = self._make()
-        return self._readers[index]
+        return sum(reader.reasoning_tokens for reader in self.values() if reader is not None)
 
 
 class ChatShape(Shape):
