@@ -156,12 +156,12 @@ class Shape(ABC):
         document = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": reason}
         document["stop_reason"] = choice.stop_reason
         if piece.token_ids is not None:
-            document |= {"token_ids": piece.token_ids} | self._choice_extras(choice)
+            document["token_ids"] = piece.token_ids
         if piece.packed is not None:
             self._packed[choice.index] = piece.packed
         if piece.prompt_logprobs is not None:
             self._prompt_logprobs = piece.prompt_logprobs
-            document |= self._scores()
+        document |= self._choice_extras(choice)
         # A copy, because orjson returns buffers of 4 KiB and thousands of choices are kept.
         return b"%b" % orjson.dumps(document)
 
@@ -174,11 +174,7 @@ class Shape(ABC):
         return {}
 
     def _choice_extras(self, choice: ActiveSample) -> dict[str, Any]:
-        """Return the members of a whole choice that go with its token ids."""
-        return {}
-
-    def _scores(self) -> dict[str, Any]:
-        """Return the members of a whole choice for the log-probabilities of its prompt."""
+        """Return the members of a whole choice for its prompt."""
         return {}
 
     def _chunk_extras(self, index: int) -> dict[str, Any]:
@@ -207,10 +203,8 @@ class CompletionShape(Shape):
         return {"text": text}, choice.outcome.reason
 
     def _choice_extras(self, choice: ActiveSample) -> dict[str, Any]:
-        return {"prompt_token_ids": self._prompt_ids[choice.prompt_index]}
-
-    def _scores(self) -> dict[str, Any]:
-        return {"prompt_logprobs": self._prompt_logprobs}
+        extras = {"prompt_token_ids": self._prompt_ids[choice.prompt_index]} if self._prompt_ids else {}
+        return extras if self._prompt_logprobs is None else extras | {"prompt_logprobs": self._prompt_logprobs}
 
     def _chunk_extras(self, index: int) -> dict[str, Any]:
         ids = self._unsent_prompt_ids.pop(index, None)
