@@ -3,7 +3,7 @@
 The client runs functions, custom tools and the local shell. Hosted tools run on OpenAI's servers, and not here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -181,22 +181,12 @@ def qualified(namespace: str | None, name: str) -> str:
 
 def offered(tools: Sequence[Any]) -> dict[str, Offered]:
     """Return the tools that the model gets, by their name for the model."""
-    by_name = {}
-    for tool in tools:
-        for member, namespace in _members(tool):
-            kind = member.type
-            name = LOCAL_SHELL if kind == "local_shell" else member.name
-            by_name[qualified(namespace, name)] = Offered(kind, name, namespace)
-    return by_name
+    return dict(_named(tools))
 
 
 def names_of(tools: Sequence[Any]) -> list[str]:
     """Return the names of ``tools`` for the model, in order."""
-    return [
-        qualified(namespace, getattr(member, "name", LOCAL_SHELL))
-        for tool in tools
-        for member, namespace in _members(tool)
-    ]
+    return [name for name, _ in _named(tools)]
 
 
 def hosted(tools: Sequence[Any]) -> list[str]:
@@ -270,6 +260,13 @@ def _arguments(arguments: str, *, complete: bool) -> dict[str, Any]:
     except ValueError:
         return {}
     return given if isinstance(given, dict) else {}
+
+
+def _named(tools: Sequence[Any]) -> Iterator[tuple[str, Offered]]:
+    for tool in tools:
+        for member, namespace in _members(tool):
+            name = LOCAL_SHELL if isinstance(member, ShellTool) else member.name
+            yield qualified(namespace, name), Offered(member.type, name, namespace)
 
 
 def _members(tool: Any) -> list[tuple[Any, str | None]]:
