@@ -16,6 +16,7 @@ from services.gateway.anthropic.blocks import (
     ToolUseBlock,
     Turn,
 )
+from services.gateway.openai.body import Body
 from services.gateway.openai.json_value import write_again
 from services.gateway.openai.messages import MAX_MESSAGES, CalledFunction, Message, PastCall
 
@@ -43,11 +44,11 @@ def shows_late_system(template: ChatTemplate) -> bool:
         return False
 
 
-class _Placed(NamedTuple):
-    """A block and its path in the request."""
-
-    path: str
-    block: Block
+_BLOCKS: dict[str, tuple[type[Body], ...]] = {  # that a turn of a role may have
+    "system": (TextBlock,),
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
+}
 
 
 def chat_messages(
@@ -59,20 +60,21 @@ def chat_messages(
     tool result becomes a message of the role ``tool``. Text blocks of the user and the system are joined by newlines.
     Those of the assistant are joined as they are. Without ``late_system`` a later system turn becomes text of the user.
     """
-    instructions = [block for block in system or () if not block.text.startswith(_BILLING_HEADER)]
+    _check_blocks(turns)
+    instructions: list[Block] = [block for block in system or () if not block.text.startswith(_BILLING_HEADER)]
     messages: list[Message] = []
     tool_names: dict[str, str] = {}  # by the id of the call
     at_beginning = True
     for role, group in groupby(_in_roles(turns, late_system), lambda turn: turn.role):
-        blocks = [block for turn in group for block in turn.blocks]
+        blocks = [block for turn in group for block in turn.content]
         if role == "assistant":
             messages.append(_assistant(blocks, tool_names))
         elif role == "user":
             messages += _user(blocks, tool_names)
         elif at_beginning:
-            instructions += _texts(blocks, role)
+            instructions += blocks
         else:
-            messages.append(Message(role="system", content=_lines(_texts(blocks, role))))
+            messages.append(Message(role="system", content=_lines(blocks)))
         at_beginning = False
     if instructions:
         messages.insert(0, Message(role="system", content=_lines(instructions)))
@@ -85,24 +87,26 @@ def chat_messages(
     return messages
 
 
-class _PlacedTurn(NamedTuple):
-    """A turn whose blocks have their paths."""
-
-    role: str
-    blocks: list[_Placed]
-
-
-def _in_roles(turns: Sequence[Turn], late_system: bool) -> Iterable[_PlacedTurn]:
-    """Yield the turns in roles that the template supports. Raises InvalidRequest."""
-    at_beginning = True
+def _check_blocks(turns: Sequence[Turn]) -> None:
+    """Raise InvalidRequest for a block in a turn of the wrong role."""
     for number, turn in enumerate(turns):
+        for place, block in enumerate(turn.content):
+            if not isinstance(block, _BLOCKS[turn.role]):
+                problem = f"a turn of the {turn.role} has no blocks of type {block.type!r}"
+                path = f"messages[{number}].content[{place}]"
+                raise InvalidValue.at(path, f"{problem}; move it to the turn it belongs to")
+
+
+def _in_roles(turns: Sequence[Turn], late_system: bool) -> Iterable[Turn]:
+    """Yield the turns in roles that the template supports."""
+    at_beginning = True
+    for turn in turns:
         at_beginning = at_beginning and turn.role == "system"
-        blocks = [_Placed(f"messages[{number}].content[{place}]", block) for place, block in enumerate(turn.content)]
         if turn.role != "system" or at_beginning or late_system:
-            yield _PlacedTurn(turn.role, blocks)
+            yield turn
             continue
-        text = f"<system-reminder>\n{_lines(_texts(blocks, turn.role))}\n</system-reminder>"
-        yield _PlacedTurn("user", [_Placed(f"messages[{number}].content[0]", TextBlock(type="text", text=text))])
+        text = f"<system-reminder>\n{_lines(turn.content)}\n</system-reminder>"
+        yield turn.model_copy(update={"role": "user", "content": [TextBlock(type="text", text=text)]})
 
 
 def check_prefill(message: Message) -> None:
@@ -114,35 +118,31 @@ def check_prefill(message: Message) -> None:
         )
 
 
-def _assistant(blocks: Iterable[_Placed], tool_names: dict[str, str]) -> Message:
+def _assistant(blocks: Iterable[Block], tool_names: dict[str, str]) -> Message:
     texts, thoughts, calls = [], [], []
-    for path, block in blocks:
+    for block in blocks:
         match block:
             case TextBlock():
                 texts.append(block.text)
             case ThinkingBlock():
                 thoughts.append(block.thinking)
-            case RedactedThinkingBlock():
-                pass
             case ToolUseBlock():
                 tool_names[block.id] = block.name
                 function = CalledFunction(name=block.name, arguments=write_again(block.input).decode())
                 calls.append(PastCall(id=block.id, function=function))
-            case _:
-                raise _misplaced(path, block, "assistant")
     reasoning = "\n".join(thought for thought in thoughts if thought)
     return Message(
         role="assistant", content="".join(texts), reasoning_content=reasoning or None, tool_calls=calls or None
     )
 
 
-def _user(blocks: Iterable[_Placed], tool_names: dict[str, str]) -> list[Message]:
+def _user(blocks: Iterable[Block], tool_names: dict[str, str]) -> list[Message]:
     messages = []
-    for is_result, group in groupby(blocks, lambda placed: isinstance(placed.block, ToolResultBlock)):
+    for is_result, group in groupby(blocks, lambda block: isinstance(block, ToolResultBlock)):
         if is_result:
-            messages += [_result(block, tool_names) for _, block in group if isinstance(block, ToolResultBlock)]
+            messages += [_result(block, tool_names) for block in group if isinstance(block, ToolResultBlock)]
         else:
-            messages.append(Message(role="user", content=_lines(_texts(group, "user"))))
+            messages.append(Message(role="user", content=_lines(group)))
     return messages
 
 
@@ -156,20 +156,5 @@ def _result(block: ToolResultBlock, tool_names: dict[str, str]) -> Message:
     )
 
 
-def _texts(blocks: Iterable[_Placed], role: str) -> list[TextBlock]:
-    texts = []
-    for path, block in blocks:
-        if not isinstance(block, TextBlock):
-            raise _misplaced(path, block, role)
-        texts.append(block)
-    return texts
-
-
-def _lines(blocks: Iterable[TextBlock]) -> str:
-    return "\n".join(block.text for block in blocks)
-
-
-def _misplaced(path: str, block: Block, role: str) -> InvalidRequest:
-    return InvalidValue.at(
-        path, f"a turn of the {role} has no blocks of type {block.type!r}; move it to the turn it belongs to"
-    )
+def _lines(blocks: Iterable[Block]) -> str:
+    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
