@@ -10,7 +10,7 @@ from services.gateway.anthropic.blocks import TextBlocks, Turn
 from services.gateway.anthropic.conversation import ModelTraits, chat_messages, check_prefill
 from services.gateway.anthropic.tools import MessagesTool, MessagesToolChoice
 from services.gateway.openai.body import Body, Elsewhere, optional
-from services.gateway.openai.fields import Stops
+from services.gateway.openai.fields import ModelName, Stops
 from services.gateway.openai.grammar.body import NamedSchema, ResponseFormat
 from services.gateway.openai.json_value import Schema
 from services.gateway.openai.messages import MAX_MESSAGES, MAX_TOOLS, unique_names
@@ -104,9 +104,7 @@ class CountTokensBody(Body):
     nested: ClassVar[tuple[str, ...]] = ("messages", "system", "tools", "tool_choice", "thinking", "output_config")
     elsewhere: ClassVar[Mapping[str, Elsewhere]] = refused_names(_LENGTH, _FORMAT, "messages", _ELSEWHERE)
 
-    model: str | None = optional(
-        "Name of the served model. Default: the served model. strict_model_names= decides on other names."
-    )
+    model: ModelName = None
     messages: Annotated[
         list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, description="The conversation, in order.")
     ]
