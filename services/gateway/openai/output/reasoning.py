@@ -1,12 +1,11 @@
 """Finds the reasoning before an answer in the form of Qwen3: ``<think>...</think>``, then the answer."""
 
-from collections.abc import Callable
+from collections.abc import Generator
 
 from services.common.text.thinking import BEGINS, ENDS
 from services.common.text.vocabulary import TokenIds, Vocabulary
-from services.gateway.openai.output.deltas import Content, Delta, ReasoningDelta
+from services.gateway.openai.output.deltas import Content, ReasoningDelta
 from services.gateway.openai.output.incremental import Incremental
-from services.gateway.openai.output.markers import certain_length
 
 
 class ReasoningParser(Incremental):
@@ -16,56 +15,39 @@ class ReasoningParser(Incremental):
     """
 
     def __init__(self, *, opened: bool) -> None:
-        super().__init__(self._beginning)
+        super().__init__()
         self.thought = opened  # the answer has reasoning, or at least its beginning
 
-    def finish(self) -> list[Delta]:
-        """Return the deltas of the rest of the answer."""
-        if self._read == self._after_thoughts:
-            return []
-        return [
-            ReasoningDelta(self._pending) if self.thought and self._read != self._content else Content(self._pending)
-        ]
-
-    # The states. Each returns the deltas that it finds in the pending text, or None if it needs more text.
-
-    def _beginning(self) -> list[Delta] | None:
-        rest = self._pending.lstrip()
+    def _parse(self) -> Generator[None]:
+        while (rest := self._pending.lstrip()) != BEGINS and BEGINS.startswith(rest):
+            if self._ended and self._pending:
+                self._deltas.append((ReasoningDelta if self.thought else Content)(self._take_all()))
+            yield
         if rest.startswith(BEGINS):
-            self.thought, rest = True, rest[len(BEGINS) :]
-        elif BEGINS.startswith(rest):
-            return None
-        elif not self.thought:
-            self._read = self._content
-            return []
-        self._pending, self._read = rest, self._before_thoughts
-        return []
+            self.thought, rest = True, rest.removeprefix(BEGINS)
+        if self.thought:
+            self._pending = rest
+            yield from self._skip_space()
+            yield from self._thoughts()
+            yield from self._skip_space()
+        while True:
+            if self._pending:
+                self._deltas.append(Content(self._pending))
+                self._pending = ""
+            yield
 
-    def _before_thoughts(self) -> list[Delta] | None:
-        return self._skip_space(self._thoughts)
+    def _thoughts(self) -> Generator[None]:
+        while (where := self._pending.find(ENDS)) < 0:
+            if text := self._take_all() if self._ended else self._take_certain((ENDS,)):
+                self._deltas.append(ReasoningDelta(text))
+            yield
+        self._deltas.append(ReasoningDelta(self._pending[:where].rstrip()))
+        self._pending = self._pending[where + len(ENDS) :]
 
-    def _thoughts(self) -> list[Delta] | None:
-        thoughts, end, rest = self._pending.partition(ENDS)
-        if end:
-            self._pending, self._read = rest, self._after_thoughts
-            return [ReasoningDelta(thoughts.rstrip())]
-        length = certain_length((ENDS,), thoughts)
-        thoughts, self._pending = thoughts[:length], thoughts[length:]
-        return [ReasoningDelta(thoughts)] if thoughts else None
-
-    def _after_thoughts(self) -> list[Delta] | None:
-        return self._skip_space(self._content)
-
-    def _skip_space(self, following: Callable[[], list[Delta] | None]) -> list[Delta] | None:
-        self._pending = self._pending.lstrip()
-        if not self._pending:
-            return None
-        self._read = following
-        return []
-
-    def _content(self) -> list[Delta] | None:
-        text, self._pending = self._pending, ""
-        return [Content(text)] if text else None
+    def _skip_space(self) -> Generator[None]:
+        while not (rest := self._pending.lstrip()):
+            yield
+        self._pending = rest
 
 
 class ReasoningTokens:
