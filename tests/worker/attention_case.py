@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from services.worker.attention.base import AttentionBatch
+from services.worker.attention.base import AttentionBatch, HeadNorms
 from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.plain import PlainAttention
 from services.worker.attention.spans import Spans
@@ -73,9 +73,15 @@ class Case:
         self.qkv = torch.randn(self.tokens, (heads + 2 * kv_heads) * head_dim, generator=generator).to(dtype)
         rope = RopeSettings("default", 10000.0)
         self.rotary = Rotary(rope, head_dim, int(ends.max()), torch.float32, torch.device("cpu"))
-        self.norms = None
+        self.norms: HeadNorms | None = None
         if norm:
-            self.norms = tuple(1 + torch.randn(head_dim, generator=generator).to(dtype) / 4 for _ in range(2))
+            weights = (1 + torch.randn(head_dim, generator=generator).to(dtype) / 4 for _ in range(2))
+            self.norms = HeadNorms(*weights, 1e-5)
+
+    def device_norms(self) -> HeadNorms | None:
+        if self.norms is None:
+            return None
+        return HeadNorms(self.norms.queries.to(DEVICE), self.norms.keys.to(DEVICE), self.norms.eps)
 
     def cache(self, dtype, device) -> KvCache:
         _, _, pages, kv_heads, page, head_dim = self.noise.shape
@@ -94,7 +100,8 @@ class Case:
         heads = self.qkv.float()[self.places].view(len(self.places), -1, self.head_dim)
         queries, keys, values = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.norms:
-            queries, keys = (kernels.norm(x, w.float(), 1e-5) for x, w in zip((queries, keys), self.norms, strict=True))
+            queries = kernels.norm(queries, self.norms.queries.float(), self.norms.eps)
+            keys = kernels.norm(keys, self.norms.keys.float(), self.norms.eps)
         angles = self.rotary.at(torch.from_numpy(self.plain.positions))
         queries, keys = kernels.rotate(queries, *angles), kernels.rotate(keys, *angles)
         if stored is not None:
@@ -134,8 +141,7 @@ class Case:
         step = attention.prepare(self.batch(), self.plain.page_table, put)
         if splits is not None:
             step._splits = [splits] * LAYERS
-        norms = (None, None) if self.norms is None else tuple(norm.to(DEVICE) for norm in self.norms)
-        return step.run_qkv(layer, self.qkv.to(DEVICE), *norms, 1e-5).cpu(), cache
+        return step.run_qkv(layer, self.qkv.to(DEVICE), self.device_norms()).cpu(), cache
 
     def check(self, layer: int = 1, **how) -> None:
         (expected, stored), (output, cache) = self.expected(layer), self.found(layer, **how)

@@ -85,12 +85,12 @@ class PlainRotatingStep(RotatingAttentionStep):
         self._config, self._inner = config, inner
         self._cos, self._sin = rotary.cos[positions].unsqueeze(1), rotary.sin[positions].unsqueeze(1)
 
-    def run_qkv(self, layer_index, qkv, q_norm, k_norm, eps):
+    def run_qkv(self, layer_index, qkv, norms):
         config, kernels = self._config, TorchKernels()
         widths = config.heads, config.kv_heads, config.kv_heads
         queries, keys, values = qkv.view(len(qkv), -1, config.head_dim).float().split(widths, dim=1)
-        if q_norm is not None:
-            queries = kernels.norm(queries, q_norm.float(), eps)
-            keys = kernels.norm(keys, k_norm.float(), eps)
+        if norms is not None:
+            queries = kernels.norm(queries, norms.queries.float(), norms.eps)
+            keys = kernels.norm(keys, norms.keys.float(), norms.eps)
         rotated = [kernels.rotate(each, self._cos, self._sin) for each in (queries, keys)]
         return self._inner.run(layer_index, *(each.to(qkv.dtype) for each in (*rotated, values)))

@@ -233,14 +233,14 @@ def test_compiled_code_takes_any_number_of_tokens():
     from services.worker.attention.compiled import TraceableRotation, activate
 
     class Twice:
-        def run_qkv(self, layer, qkv, q_norm, k_norm, eps):
+        def run_qkv(self, layer, qkv, norms):
             return 2 * qkv[:, :4]
 
     activate(Twice())
     step = TraceableRotation(4)
     weight = torch.eye(4)
     compiled = torch.compile(
-        lambda qkv: step.run_qkv(3, qkv, None, None, 1e-5) @ weight, backend="aot_eager", dynamic=True, fullgraph=True
+        lambda qkv: step.run_qkv(3, qkv, None) @ weight, backend="aot_eager", dynamic=True, fullgraph=True
     )
     for tokens, stance in ((5, "default"), (7, "fail_on_recompile"), (11, "fail_on_recompile")):
         qkv = torch.randn(tokens, 8)

@@ -32,10 +32,10 @@ def _(qkv, layer, q_norm, k_norm, eps):
 class OpaqueStep(RotatingAttentionStep):
     """An attention step without state for compiled code to depend on."""
 
-    def run_qkv(self, layer_index, qkv, q_norm, k_norm, eps):
+    def run_qkv(self, layer_index, qkv, norms):
         if not torch.compiler.is_compiling():
             layer_index += FIRST_LAYER
-        return torch.ops.tokasaurus_test.attention(qkv, layer_index, q_norm, k_norm, eps)
+        return torch.ops.tokasaurus_test.attention(qkv, layer_index, *(norms or (None, None, 0.0)))
 
 
 class Pair:

@@ -22,10 +22,9 @@ class FewCase(Case):
         cache, batch = self.cache(self.cached, DEVICE), self.batch()
         arrivals = torch.zeros(MOST_ROWS * self.kv_heads, dtype=torch.int32, device=DEVICE)
         tables = self.rotary.cos.to(DEVICE), self.rotary.sin.to(DEVICE)
-        norms = None if self.norms is None else tuple(norm.to(DEVICE) for norm in self.norms)
         output = torch.full((self.tokens, self.heads, self.head_dim), torch.nan, dtype=self.dtype, device=DEVICE)
         few_attention(
-            self.qkv.to(DEVICE), batch.token_slots, batch.positions, batch.page_table, tables, norms, 1e-5,
+            self.qkv.to(DEVICE), batch.token_slots, batch.positions, batch.page_table, tables, self.device_norms(),
             cache.keys[layer], cache.values[layer], output, arrivals, window=self.windows[layer], splits=splits,
             options=options,
         )  # fmt: skip
@@ -101,10 +100,9 @@ def test_layers_of_a_step_run_one_after_the_other():
     tables = case.rotary.cos.to(DEVICE), case.rotary.sin.to(DEVICE)
     tokens = batch.token_slots, batch.positions, batch.page_table
     step = FewRowsStep(cache, case.heads, tables, *tokens, arrivals, case.windows, [2, 2])
-    norms = [norm.to(DEVICE) for norm in case.norms]
     for layer in (0, 1):
         expected, stored = case.expected(layer)
-        output = step.run_qkv(layer, case.qkv.to(DEVICE), *norms, 1e-5).cpu()
+        output = step.run_qkv(layer, case.qkv.to(DEVICE), case.device_norms()).cpu()
         torch.testing.assert_close(output[case.places], expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(cache.keys[layer].cpu(), stored.keys[layer], atol=1e-5, rtol=1e-5)
 

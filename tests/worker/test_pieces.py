@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.attention.base import HeadNorms
 from services.worker.attention.spans import Spans
 from tests.worker.interpreter import needs_triton
 
 pytestmark = needs_triton
 
 WIDTH = 8
+NORMS = HeadNorms(torch.ones(4), torch.ones(4), 1e-6)
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def capture(layers: int, broken: int | None = None):
         x = torch.zeros(4, 3 * WIDTH)
         for layer in range(layers):
             given = torch.zeros(3 * WIDTH, 4).T if layer == broken else x
-            found = step.run_qkv(layer, given, None, None, 1e-6)
+            found = step.run_qkv(layer, given, NORMS)
             x = found.repeat(1, 3)
         return found
 
@@ -77,16 +79,16 @@ def test_attentions_are_launched_between_the_graphs(device):
     assert outcome.shape == (4, WIDTH)
     calls = []
 
-    def run_into(layer, qkv, q_norm, k_norm, eps, output) -> None:
+    def run_into(layer, qkv, norms, output) -> None:
         device.log.append(f"attention {layer}")
-        calls.append((qkv.shape, output.shape, q_norm, k_norm, eps))
+        calls.append((qkv.shape, output.shape, norms))
 
     for _ in range(2):
         device.log.clear()
         replay(SimpleNamespace(run_into=run_into))
         expected = ["graph 0", "attention 0", "graph 1", "attention 1", "graph 2", "attention 2", "graph 3"]
         assert device.log == expected
-    assert set(calls) == {((4, 3 * WIDTH), (4, WIDTH), None, None, 1e-6)}
+    assert set(calls) == {((4, 3 * WIDTH), (4, WIDTH), NORMS)}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -46,25 +46,25 @@ class AttentionStep(ABC):
         """
 
 
+class HeadNorms(NamedTuple):
+    """RMS norms over each head of queries and of keys."""
+
+    queries: torch.Tensor  # [head_dim], the weight
+    keys: torch.Tensor  # [head_dim], the weight
+    eps: float
+
+
 class RotatingAttentionStep(ABC):
     """Attention of a step for backends that also normalise and rotate queries and keys."""
 
     rotates: Literal[True] = True
 
     @abstractmethod
-    def run_qkv(
-        self,
-        layer_index: int,
-        qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-    ) -> torch.Tensor:
+    def run_qkv(self, layer_index: int, qkv: torch.Tensor, norms: HeadNorms | None) -> torch.Tensor:
         """Normalise, rotate, store and attend. Returns ``[tokens, heads * head_dim]``.
 
         ``qkv [tokens, (heads + 2 * kv_heads) * head_dim]`` is the contiguous projection and may be overwritten.
-        ``q_norm`` and ``k_norm [head_dim]``, both or neither, are weights of an RMS norm with ``eps`` over each head
-        before the rotation.
+        Heads are normalised before the rotation; None = they are not normalised.
         """
 
 
@@ -75,28 +75,13 @@ class PreallocatedAttentionStep(RotatingAttentionStep):
         """``width`` is that of the output, heads times head_dim."""
         self._width = width
 
-    def run_qkv(
-        self,
-        layer_index: int,
-        qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-    ) -> torch.Tensor:
+    def run_qkv(self, layer_index: int, qkv: torch.Tensor, norms: HeadNorms | None) -> torch.Tensor:
         output = qkv.new_empty(qkv.shape[0], self._width)
-        self.run_into(layer_index, qkv, q_norm, k_norm, eps, output)
+        self.run_into(layer_index, qkv, norms, output)
         return output
 
     @abstractmethod
-    def run_into(
-        self,
-        layer_index: int,
-        qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-        output: torch.Tensor,
-    ) -> None:
+    def run_into(self, layer_index: int, qkv: torch.Tensor, norms: HeadNorms | None, output: torch.Tensor) -> None:
         """Write the result of ``run_qkv`` to ``output [tokens, heads * head_dim]``."""
 
 

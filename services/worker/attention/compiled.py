@@ -9,10 +9,17 @@ from collections.abc import Callable
 
 import torch
 
-from services.worker.attention.base import AttentionBackend, AttentionBatch, AttentionStep, RotatingAttentionStep
+from services.worker.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionStep,
+    HeadNorms,
+    RotatingAttentionStep,
+)
 
 # Number of layer 0 in compiled code.
 FIRST_LAYER = 2
+_NO_NORMS = None, None, 0.0  # in place of ``HeadNorms``
 
 # The operator's arguments can only be tensors and numbers, so the step is a variable of the calling thread.
 _active = threading.local()
@@ -59,7 +66,8 @@ _library.define("attend(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, S
 def _attend(
     qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, eps: float, layer: int, width: int
 ) -> torch.Tensor:
-    attended: torch.Tensor = _active.step.run_qkv(layer - FIRST_LAYER, qkv, q_norm, k_norm, eps)
+    norms = None if q_norm is None or k_norm is None else HeadNorms(q_norm, k_norm, eps)
+    attended: torch.Tensor = _active.step.run_qkv(layer - FIRST_LAYER, qkv, norms)
     return attended
 
 
@@ -91,15 +99,8 @@ class TraceableRotation(RotatingAttentionStep, torch.nn.Module):
         super().__init__()
         self._width = width
 
-    def run_qkv(
-        self,
-        layer_index: int,
-        qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-    ) -> torch.Tensor:
+    def run_qkv(self, layer_index: int, qkv: torch.Tensor, norms: HeadNorms | None) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             layer_index += FIRST_LAYER
-        attended: torch.Tensor = torch.ops.tokasaurus.attend(qkv, q_norm, k_norm, eps, layer_index, self._width)
+        attended: torch.Tensor = torch.ops.tokasaurus.attend(qkv, *(norms or _NO_NORMS), layer_index, self._width)
         return attended

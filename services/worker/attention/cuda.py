@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from services.worker.attention import flashinfer_spans, triton_few
-from services.worker.attention.base import PreallocatedAttentionStep, RotatingAttentionStep, layer_windows
+from services.worker.attention.base import HeadNorms, PreallocatedAttentionStep, RotatingAttentionStep, layer_windows
 from services.worker.attention.compiled import TraceableRotation, activate
 from services.worker.attention.flashinfer_spans import FlashInferSpans
 from services.worker.attention.kv_cache import KvCache
@@ -223,23 +223,13 @@ class CudaAttentionStep(PreallocatedAttentionStep):
         self._attention, self._batch, self._groups, self._chunks = attention, batch, groups, chunks
         self._splits = attention.layer_splits(batch.decodes, batch.longest)
 
-    def run_into(
-        self,
-        layer_index: int,
-        qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-        output: torch.Tensor,
-    ) -> None:
+    def run_into(self, layer_index: int, qkv: torch.Tensor, norms: HeadNorms | None, output: torch.Tensor) -> None:
         attention, batch, decodes = self._attention, self._batch, self._batch.decodes
         keys, values = attention.cache.keys[layer_index], attention.cache.values[layer_index]
         shape = (qkv.shape[0], attention.heads, attention.head_dim)
         queries, output = qkv.new_empty(shape), output.view(shape)
-        norms: tuple[torch.Tensor, torch.Tensor] | None
-        norms = None if q_norm is None else (q_norm, k_norm)  # type: ignore[assignment]  # set together
         tokens = (batch.token_slots, batch.positions, batch.page_table)
-        rotate_and_store(qkv, *tokens, attention.tables, norms, eps, queries, keys, values, output)
+        rotate_and_store(qkv, *tokens, attention.tables, norms, queries, keys, values, output)
         prefix, window, splits = None, attention.windows[layer_index], self._splits[layer_index]
         if self._groups is not None and window is None:
             shared = qkv.new_empty((decodes, *shape[1:]))

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.worker.attention.base import RotatingAttentionStep
+from services.worker.attention.base import HeadNorms, RotatingAttentionStep
 from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.triton_decode import as_dtype
 from services.worker.attention.triton_store import round_to_cache
@@ -76,24 +76,14 @@ class FewRowsStep(RotatingAttentionStep):
         self._tokens, self._arrivals = (token_slots, positions, page_table), arrivals
         self._windows, self._splits = windows, splits
 
-    def run_qkv(
-        self,
-        layer_index: int,
-        qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-    ) -> torch.Tensor:
+    def run_qkv(self, layer_index: int, qkv: torch.Tensor, norms: HeadNorms | None) -> torch.Tensor:
         keys, values = self._cache.keys[layer_index], self._cache.values[layer_index]
         output = qkv.new_empty((qkv.shape[0], self._heads, keys.shape[-1]))
-        norms: tuple[torch.Tensor, torch.Tensor] | None
-        norms = None if q_norm is None else (q_norm, k_norm)  # type: ignore[assignment]  # set together
         few_attention(
             qkv,
             *self._tokens,
             self._tables,
             norms,
-            eps,
             keys,
             values,
             output,
@@ -287,8 +277,7 @@ def few_attention(
     positions: torch.Tensor,
     page_table: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor],
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
-    eps: float,
+    norms: HeadNorms | None,
     keys: torch.Tensor,
     values: torch.Tensor,
     output: torch.Tensor,
@@ -313,7 +302,7 @@ def few_attention(
         partial = torch.empty((rows * kv_heads * splits * group, head_dim), dtype=torch.float32, device=qkv.device)
         lse = torch.empty(rows * kv_heads * splits * group, dtype=torch.float32, device=qkv.device)
     overlap = overlaps(qkv.device)
-    q_norm, k_norm = norms or (qkv, qkv)
+    q_norm, k_norm, eps = norms or HeadNorms(qkv, qkv, 0.0)  # placeholders, not read
     _attend[(rows * kv_heads, splits)](
         qkv, token_slots, positions, page_table, *tables, q_norm, k_norm, keys, values, output, partial, lse, arrivals,
         page_table.stride(0), splits, window or 0, eps, _LOG2_E / head_dim**0.5, HEADS=heads, KV_HEADS=kv_heads,

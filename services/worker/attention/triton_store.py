@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from services.worker.attention.base import HeadNorms
 from services.worker.layers.fp8 import LARGEST
 
 _WARPS = 2
@@ -110,8 +111,7 @@ def rotate_and_store(
     positions: torch.Tensor,
     page_table: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor],
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
-    eps: float,
+    norms: HeadNorms | None,
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -124,12 +124,12 @@ def rotate_and_store(
     ``qkv [tokens, (heads + 2 * kv_heads) * head_dim]`` is contiguous. ``token_slots`` and ``positions [tokens]`` and
     ``page_table [max_slots, max_pages]`` are int32. Slot -1 is padding: zeros are written to ``queries [tokens, heads,
     head_dim]`` and ``output [tokens, heads * head_dim]``, and nothing is stored. ``tables`` are the cosines and sines
-    of ``Rotary``, and ``norms`` the weights ``[head_dim]`` of the norms of queries and keys, or None. ``keys`` and
-    ``values [page_count, kv_heads, page_size, head_dim]`` have the dtype of ``qkv``, or fp8 without a scale.
+    of ``Rotary``. ``keys`` and ``values [page_count, kv_heads, page_size, head_dim]`` have the dtype of ``qkv``, or fp8
+    without a scale.
     """
     tokens, heads, head_dim = queries.shape
     _, kv_heads, page_size, _ = keys.shape
-    q_norm, k_norm = norms or (qkv, qkv)
+    q_norm, k_norm, eps = norms or HeadNorms(qkv, qkv, 0.0)  # placeholders, not read
     _rotate_and_store[(tokens,)](
         qkv, token_slots, positions, page_table, *tables, q_norm, k_norm, queries, keys, values, output,
         page_table.stride(0), eps, HEADS=heads, KV_HEADS=kv_heads, HEADS_PADDED=triton.next_power_of_2(heads),

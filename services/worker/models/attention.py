@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from services.worker.attention.base import AttentionStep, RotatingAttentionStep
+from services.worker.attention.base import AttentionStep, HeadNorms, RotatingAttentionStep
 from services.worker.described.config import ModelConfig
 from services.worker.described.layer import AttentionConfig
 from services.worker.layers.fp8 import Quantized
@@ -44,6 +44,12 @@ class Attention(nn.Module):
             self.q_norm = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
             self.k_norm = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
 
+    @property
+    def norms(self) -> HeadNorms | None:
+        """The norms of queries and keys, or None if they are not normalised."""
+        queries, keys = self.q_norm, self.k_norm
+        return None if queries is None or keys is None else HeadNorms(queries, keys, self.eps)
+
     def forward(
         self,
         index: int,
@@ -61,16 +67,13 @@ class Attention(nn.Module):
         """
         projected = exchange.column(x, self.qkv, tokens)
         if attention.rotates:
-            return attention.run_qkv(index, projected, self.q_norm, self.k_norm, self.eps)
-        kernels = self.kernels
+            return attention.run_qkv(index, projected, self.norms)
+        kernels, norms = self.kernels, self.norms
         heads = projected.view(projected.shape[0], -1, self.head_dim)
         rotated, values = heads.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
-        if self.q_norm is not None:
+        if norms is not None:
             queries, keys = rotated.split((self.heads, self.kv_heads), dim=1)
-            normed = (
-                kernels.norm(queries, self.q_norm, self.eps),
-                kernels.norm(keys, self.k_norm, self.eps),  # type: ignore[arg-type]  # set together with q_norm
-            )
+            normed = kernels.norm(queries, norms.queries, norms.eps), kernels.norm(keys, norms.keys, norms.eps)
             rotated = torch.cat(normed, dim=1)
         rotated = kernels.rotate(rotated, cos, sin)  # type: ignore[arg-type]  # not None here
         queries, keys = rotated.split((self.heads, self.kv_heads), dim=1)

@@ -91,7 +91,7 @@ class SkinnyDecoder:
         """
         weights, mlp, eps = layer.attention, layer.mlp, layer.eps
         qkv = skinny_product(first_input, _weights(weights.qkv), norm=(layer.attention_norm, eps))
-        attended = attention.run_qkv(index, qkv, weights.q_norm, weights.k_norm, eps)
+        attended = attention.run_qkv(index, qkv, weights.norms)
         if keep is not None:
             x, attended = x.index_select(0, keep), attended.index_select(0, keep)
         mlp_input = skinny_sum(attended, _weights(weights.output), x, layer.mlp_norm)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from services.common.boundaries import undo_on_error
-from services.worker.attention.base import PreallocatedAttentionStep, RotatingAttentionStep
+from services.worker.attention.base import HeadNorms, PreallocatedAttentionStep, RotatingAttentionStep
 from services.worker.attention.compiled import deactivate
 from services.worker.attention.cuda import CudaAttention
 from services.worker.described.memory import kept_in_piece, piece_sizes
@@ -126,15 +126,7 @@ class _Piece(NamedTuple):
 class NoAttention(PreallocatedAttentionStep):
     """An attention that returns zeros and stores nothing."""
 
-    def run_into(
-        self,
-        layer_index: int,
-        qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-        output: torch.Tensor,
-    ) -> None:
+    def run_into(self, layer_index: int, qkv: torch.Tensor, norms: HeadNorms | None, output: torch.Tensor) -> None:
         output.zero_()
 
 
@@ -143,9 +135,7 @@ class _Call(NamedTuple):
 
     layer_index: int
     qkv: torch.Tensor
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    eps: float
+    norms: HeadNorms | None
     output: torch.Tensor
 
 
@@ -159,17 +149,9 @@ class _Cuts(PreallocatedAttentionStep):
         self._calls: list[_Call] = []
         self._capturing = False
 
-    def run_into(
-        self,
-        layer_index: int,
-        qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        eps: float,
-        output: torch.Tensor,
-    ) -> None:
+    def run_into(self, layer_index: int, qkv: torch.Tensor, norms: HeadNorms | None, output: torch.Tensor) -> None:
         self.end()
-        self._calls.append(_Call(layer_index, borrowed(qkv), q_norm, k_norm, eps, borrowed(output)))
+        self._calls.append(_Call(layer_index, borrowed(qkv), norms, borrowed(output)))
         self.begin()
 
     def begin(self) -> None:
