@@ -16,6 +16,7 @@ from services.worker.attention.base import (
     HeadNorms,
     RotatingAttentionStep,
 )
+from services.worker.layers.operators import operator
 
 # Number of layer 0 in compiled code.
 FIRST_LAYER = 2
@@ -25,15 +26,13 @@ _NO_NORMS = None, None, 0.0  # in place of ``HeadNorms``
 _active = threading.local()
 
 
-@torch.library.custom_op("tokasaurus::attention", mutates_args=())
+@operator(
+    "attention(Tensor queries, Tensor keys, Tensor values, SymInt layer) -> Tensor",
+    lambda queries, keys, values, layer: queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2]),
+)
 def _attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
     attended: torch.Tensor = _active.step.run(layer - FIRST_LAYER, queries, keys, values)
     return attended
-
-
-@_attention.register_fake
-def _(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: int) -> torch.Tensor:
-    return queries.new_empty(queries.shape[0], queries.shape[1] * queries.shape[2])
 
 
 class TraceableAttention(AttentionBackend):
@@ -57,25 +56,16 @@ class TraceableStep(AttentionStep):
         return attended
 
 
-# ``torch.library.custom_op`` would check effects on arguments, which takes a millisecond for 16 layers.
-_library = torch.library.Library("tokasaurus", "FRAGMENT")
-_library.define("attend(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, SymInt layer, int width) -> Tensor")
-
-
-@torch.library.impl(_library, "attend", "CompositeExplicitAutograd")
+@operator(
+    "attend(Tensor qkv, Tensor? q_norm, Tensor? k_norm, float eps, SymInt layer, int width) -> Tensor",
+    lambda qkv, q_norm, k_norm, eps, layer, width: qkv.new_empty(qkv.shape[0], width),
+)
 def _attend(
     qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, eps: float, layer: int, width: int
 ) -> torch.Tensor:
     norms = None if q_norm is None or k_norm is None else HeadNorms(q_norm, k_norm, eps)
     attended: torch.Tensor = _active.step.run_qkv(layer - FIRST_LAYER, qkv, norms)
     return attended
-
-
-@torch.library.register_fake("tokasaurus::attend", lib=_library)
-def _(
-    qkv: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, eps: float, layer: int, width: int
-) -> torch.Tensor:
-    return qkv.new_empty(qkv.shape[0], width)
 
 
 def activate(step: RotatingAttentionStep) -> None:

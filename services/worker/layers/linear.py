@@ -6,12 +6,10 @@ import torch
 from torch import nn
 
 from services.worker.layers.fp8 import Fp8Linear
-
-_library = torch.library.Library("tokasaurus", "FRAGMENT")
-_library.define("add_product(Tensor(a!) total, Tensor x, Tensor matrix) -> ()")
+from services.worker.layers.operators import operator
 
 
-@torch.library.impl(_library, "add_product", "CompositeExplicitAutograd")
+@operator("add_product(Tensor(a!) total, Tensor x, Tensor matrix) -> ()", lambda total, x, matrix: None)
 def _add_product(total: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> None:
     """Add ``x @ matrix`` to ``total`` in place, rounded once.
 
@@ -19,11 +17,6 @@ def _add_product(total: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> 
     of ``total``.
     """
     total.addmm_(x, matrix)
-
-
-@torch.library.register_fake("tokasaurus::add_product", lib=_library)
-def _(total: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> None:
-    return None
 
 
 class Linear(nn.Module):

@@ -8,16 +8,10 @@ import triton
 import triton.language as tl
 
 from services.worker.layers.fp8 import FP8, LARGEST, SMALLEST
+from services.worker.layers.operators import operator
 
 _COLUMNS = 2048  # columns per program of a kernel that does not need whole rows
 _WARPS = 8
-
-_library = torch.library.Library("tokasaurus", "FRAGMENT")
-_library.define("gate(Tensor gate_up) -> Tensor")
-_library.define("gate_quantized(Tensor gate_up) -> (Tensor, Tensor)")
-_library.define("norm(Tensor(a!) x, Tensor? delta, Tensor weight, float eps) -> Tensor")
-_library.define("norm_quantized(Tensor(a!) x, Tensor? delta, Tensor weight, float eps) -> (Tensor, Tensor)")
-_library.define("quantize(Tensor x) -> (Tensor, Tensor)")
 
 
 @triton.jit
@@ -101,6 +95,9 @@ def _empty_quantized(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Te
     return x.new_empty((x.shape[0], size), dtype=FP8), x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
+@operator(
+    "gate(Tensor gate_up) -> Tensor", lambda gate_up: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2), "CUDA"
+)
 def gate(gate_up: torch.Tensor) -> torch.Tensor:
     """Return ``silu(gate) * up``, ``[rows, size]``, for contiguous ``gate_up [rows, 2 * size]``."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
@@ -110,6 +107,11 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
     return output
 
 
+@operator(
+    "gate_quantized(Tensor gate_up) -> (Tensor, Tensor)",
+    lambda gate_up: _empty_quantized(gate_up, gate_up.shape[1] // 2),
+    "CUDA",
+)
 def gate_quantized(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``quantize_rows(gate(gate_up))``, without rounding in between."""
     size = gate_up.shape[1] // 2
@@ -121,6 +123,11 @@ def gate_quantized(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return output, scales
 
 
+@operator(
+    "norm(Tensor(a!) x, Tensor? delta, Tensor weight, float eps) -> Tensor",
+    lambda x, delta, weight, eps: torch.empty_like(x),
+    "CUDA",
+)
 def norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Add ``delta`` to ``x`` in place, both ``[rows, size]`` and contiguous, and return the RMS norm of ``x``."""
     size, output = x.shape[1], torch.empty_like(x)
@@ -131,6 +138,11 @@ def norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps:
     return output
 
 
+@operator(
+    "norm_quantized(Tensor(a!) x, Tensor? delta, Tensor weight, float eps) -> (Tensor, Tensor)",
+    lambda x, delta, weight, eps: _empty_quantized(x, x.shape[1]),
+    "CUDA",
+)
 def norm_quantized(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,6 +150,7 @@ def norm_quantized(
     return _quantized(x, delta, weight, eps)
 
 
+@operator("quantize(Tensor x) -> (Tensor, Tensor)", lambda x: _empty_quantized(x, x.shape[1]), "CUDA")
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``quantize_rows(x)`` for contiguous ``x [rows, size]``."""
     return _quantized(x, None, None, 0.0)
@@ -154,38 +167,3 @@ def _quantized(
         LEAST=SMALLEST, num_warps=_WARPS,
     )  # fmt: skip
     return output, scales
-
-
-for _name, _function in (
-    ("gate", gate),
-    ("gate_quantized", gate_quantized),
-    ("norm", norm),
-    ("norm_quantized", norm_quantized),
-    ("quantize", quantize),
-):
-    _library.impl(_name, _function, "CUDA")
-
-
-@torch.library.register_fake("tokasaurus::gate", lib=_library)
-def _(gate_up):
-    return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
-
-
-@torch.library.register_fake("tokasaurus::gate_quantized", lib=_library)
-def _(gate_up):
-    return _empty_quantized(gate_up, gate_up.shape[1] // 2)
-
-
-@torch.library.register_fake("tokasaurus::norm", lib=_library)
-def _(x, delta, weight, eps):
-    return torch.empty_like(x)
-
-
-@torch.library.register_fake("tokasaurus::norm_quantized", lib=_library)
-def _(x, delta, weight, eps):
-    return _empty_quantized(x, x.shape[1])
-
-
-@torch.library.register_fake("tokasaurus::quantize", lib=_library)
-def _(x):
-    return _empty_quantized(x, x.shape[1])

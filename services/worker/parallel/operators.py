@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from services.worker.layers.operators import operator
 from services.worker.parallel.errors import lost_peer
 
 # Groups by name, because arguments of operators are tensors, numbers or strings.
@@ -20,13 +21,6 @@ _groups: dict[str, dist.ProcessGroup] = {}
 # These functions have other names before torch 2.13.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-library = torch.library.Library("tokasaurus", "FRAGMENT")
-library.define("all_reduce_(Tensor(a!) x, str group) -> ()")
-library.define("gather_rows(Tensor x, SymInt rows, int size, str group) -> Tensor")
-library.define("gather_quantized(Tensor x, Tensor scale, SymInt rows, int size, str group) -> (Tensor, Tensor)")
-library.define("scatter_sums(Tensor x, int size, str group) -> Tensor")
-library.define("gather_columns(Tensor x, int size, str group) -> Tensor")
 
 
 def register(name: str, group: dist.ProcessGroup) -> None:
@@ -64,19 +58,17 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
-@torch.library.impl(library, "all_reduce_", "CompositeExplicitAutograd")
+@operator("all_reduce_(Tensor(a!) x, str group) -> ()", lambda x, group: None)
 def _all_reduce(x: torch.Tensor, group: str) -> None:
     """Replace ``x``, of any shape, by the sum of all ranks' ``x``. All ranks have the same bits."""
     with among(group) as ranks:
         dist.all_reduce(x, group=ranks)
 
 
-@torch.library.register_fake("tokasaurus::all_reduce_", lib=library)
-def _(x: torch.Tensor, group: str) -> None:
-    return None
-
-
-@torch.library.impl(library, "gather_rows", "CompositeExplicitAutograd")
+@operator(
+    "gather_rows(Tensor x, SymInt rows, int size, str group) -> Tensor",
+    lambda x, rows, size, group: x.new_empty(rows, x.shape[1]),
+)
 def _gather_rows(x: torch.Tensor, rows: int, size: int, group: str) -> torch.Tensor:
     """Concatenate the ranks' ``x [rows_each(rows, size), width]`` to ``[rows, width]``."""
     whole = x.new_empty(x.shape[0] * size, x.shape[1])
@@ -85,12 +77,10 @@ def _gather_rows(x: torch.Tensor, rows: int, size: int, group: str) -> torch.Ten
     return whole[:rows]
 
 
-@torch.library.register_fake("tokasaurus::gather_rows", lib=library)
-def _(x: torch.Tensor, rows: int, size: int, group: str) -> torch.Tensor:
-    return x.new_empty(rows, x.shape[1])
-
-
-@torch.library.impl(library, "gather_quantized", "CompositeExplicitAutograd")
+@operator(
+    "gather_quantized(Tensor x, Tensor scale, SymInt rows, int size, str group) -> (Tensor, Tensor)",
+    lambda x, scale, rows, size, group: (x.new_empty(rows, x.shape[1]), scale.new_empty(rows, scale.shape[1])),
+)
 def _gather_quantized(
     x: torch.Tensor, scale: torch.Tensor, rows: int, size: int, group: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,12 +88,10 @@ def _gather_quantized(
     return _gather_rows(x, rows, size, group), _gather_rows(scale, rows, size, group)
 
 
-@torch.library.register_fake("tokasaurus::gather_quantized", lib=library)
-def _(x: torch.Tensor, scale: torch.Tensor, rows: int, size: int, group: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(rows, x.shape[1]), scale.new_empty(rows, scale.shape[1])
-
-
-@torch.library.impl(library, "scatter_sums", "CompositeExplicitAutograd")
+@operator(
+    "scatter_sums(Tensor x, int size, str group) -> Tensor",
+    lambda x, size, group: x.new_empty(rows_each(x.shape[0], size), x.shape[1]),
+)
 def _scatter_sums(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     """Return this rank's rows ``[rows_each(rows, size), width]`` of the sum of all ranks' ``x [rows, width]``.
 
@@ -121,12 +109,10 @@ def _scatter_sums(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     return own
 
 
-@torch.library.register_fake("tokasaurus::scatter_sums", lib=library)
-def _(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    return x.new_empty(rows_each(x.shape[0], size), x.shape[1])
-
-
-@torch.library.impl(library, "gather_columns", "CompositeExplicitAutograd")
+@operator(
+    "gather_columns(Tensor x, int size, str group) -> Tensor",
+    lambda x, size, group: x.new_empty(x.shape[0], size * x.shape[1]),
+)
 def _gather_columns(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     """Concatenate the ranks' ``x [rows, width]`` along the last dimension, ``[rows, size * width]``."""
     rows, width = x.shape
@@ -134,8 +120,3 @@ def _gather_columns(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     with among(group) as ranks:
         _gather(whole, x.contiguous(), group=ranks)
     return whole.view(size, rows, width).transpose(0, 1).reshape(rows, size * width)
-
-
-@torch.library.register_fake("tokasaurus::gather_columns", lib=library)
-def _(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    return x.new_empty(x.shape[0], size * x.shape[1])

@@ -14,13 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
-from services.worker.parallel.operators import among, library
+from services.worker.layers.operators import operator
+from services.worker.parallel.operators import among
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _SymmetricMemory
-
-library.define("gather_product(Tensor x, Tensor matrix, int size, str group) -> Tensor")
-library.define("product_sums(Tensor x, Tensor matrix, int size, str group) -> Tensor")
 
 # Views of the other ranks' buffers that are cached.
 _MOST_VIEWS = 4096
@@ -89,7 +87,11 @@ def _lane(name: str, ranks: dist.ProcessGroup) -> _Lane:
     return _lanes[name]
 
 
-@torch.library.impl(library, "gather_product", "CUDA")
+@operator(
+    "gather_product(Tensor x, Tensor matrix, int size, str group) -> Tensor",
+    lambda x, matrix, size, group: x.new_empty(x.shape[0] * size, matrix.shape[1]),
+    "CUDA",
+)
 def _gather_product(x: torch.Tensor, matrix: torch.Tensor, size: int, group: str) -> torch.Tensor:
     """Return the concatenation of the ranks' ``x [rows, inputs]`` times ``matrix [inputs, outputs]``.
 
@@ -115,12 +117,11 @@ def _gather_product(x: torch.Tensor, matrix: torch.Tensor, size: int, group: str
     return product.view(size * rows, -1)
 
 
-@torch.library.register_fake("tokasaurus::gather_product", lib=library)
-def _(x: torch.Tensor, matrix: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    return x.new_empty(x.shape[0] * size, matrix.shape[1])
-
-
-@torch.library.impl(library, "product_sums", "CUDA")
+@operator(
+    "product_sums(Tensor x, Tensor matrix, int size, str group) -> Tensor",
+    lambda x, matrix, size, group: x.new_empty(x.shape[0] // size, matrix.shape[1]),
+    "CUDA",
+)
 def _product_sums(x: torch.Tensor, matrix: torch.Tensor, size: int, group: str) -> torch.Tensor:
     """Return this rank's part of the sum over the ranks of ``x [rows, inputs]`` times ``matrix [inputs, outputs]``.
 
@@ -148,8 +149,3 @@ def _product_sums(x: torch.Tensor, matrix: torch.Tensor, size: int, group: str) 
         for part in arrived:
             total += part
     return total
-
-
-@torch.library.register_fake("tokasaurus::product_sums", lib=library)
-def _(x: torch.Tensor, matrix: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    return x.new_empty(x.shape[0] // size, matrix.shape[1])

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
-from services.worker.parallel.operators import among, library
+from services.worker.layers.operators import operator
+from services.worker.parallel.operators import among
 
 # The buffer of each group, which the other ranks read. Buffers grow only before graphs are captured.
 _buffers: dict[str, torch.Tensor] = {}
-
-library.define("sum_of_peers(Tensor x, str group) -> Tensor")
 
 
 def join(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -54,13 +53,8 @@ def _sum(x: torch.Tensor, ranks: dist.ProcessGroup, name: str) -> torch.Tensor:
     return total
 
 
-@torch.library.impl(library, "sum_of_peers", "CUDA")
+@operator("sum_of_peers(Tensor x, str group) -> Tensor", lambda x, group: torch.empty_like(x), "CUDA")
 def _sum_of_peers(x: torch.Tensor, group: str) -> torch.Tensor:
     """Return the sum of all ranks' ``x``, which is contiguous, of any shape and a multiple of 16 bytes."""
     with among(group) as ranks:
         return _sum(x, ranks, ranks.group_name)
-
-
-@torch.library.register_fake("tokasaurus::sum_of_peers", lib=library)
-def _(x: torch.Tensor, group: str) -> torch.Tensor:
-    return torch.empty_like(x)
