@@ -39,7 +39,7 @@ def choices(device: Device, shape: str = "llama-1b", **flags: Any) -> tuple[Chos
     model, config = MODELS[shape], build(WorkerConfig, flags)
     ranks = Ranks(0, config.tp_size, 0, config.pp_size)
     layers = range(len(model.layers) // config.pp_size)
-    chosen, made = choose(config, device, model, ranks, layers, CONTEXT)
+    chosen, made = choose(config, device, model, ranks, layers)
     return chosen, {each.name: each for each in made}
 
 
@@ -72,7 +72,7 @@ def test_on_any_gpu_steps_and_graphs_take_a_quarter_of_what_weights_leave(
     assert 1 <= chosen.max_seqs_per_forward <= chosen.max_tokens_per_forward <= 16384
     assert 32 <= chosen.cudagraph_max_size <= 1024
     model, ranks = MODELS[shape], Ranks(0, tp_size)
-    found = footprint(chosen, model, ranks, range(len(model.layers)), CONTEXT)
+    found = footprint(chosen, model, ranks, range(len(model.layers)))
     room = device.free - found.weights
     if chosen.max_tokens_per_forward > 512 and chosen.max_seqs_per_forward > 16:
         assert found.step + found.reserved <= room / 4 + 2.5 * GIB  # a step of one token takes about 2 GiB
@@ -111,7 +111,7 @@ def test_a_cache_on_a_cpu_takes_at_most_half_of_the_free_memory(free):
     assert not chosen.use_cudagraphs
     assert not chosen.torch_compile
     assert chosen.kv_cache_num_tokens == "auto" or 16 <= chosen.kv_cache_num_tokens <= 128 * 1024
-    page = footprint(chosen, MODELS["llama-1b"], Ranks(), range(16), CONTEXT).page
+    page = footprint(chosen, MODELS["llama-1b"], Ranks(), range(16)).page
     if chosen.page_count is not None and chosen.page_count > 1:
         assert chosen.page_count * page <= free * GIB / 2
     assert made["max_seqs_per_forward"].value == "256"
@@ -128,9 +128,7 @@ def test_pipeline_stages_of_unequal_layers_agree_on_the_least_sizes():
     model = MODELS["llama-8b"]
     stages = [range(20), range(20, 32)]
     config = build(WorkerConfig, {"pp_size": "2"})
-    made = [
-        choose(config, gpu(60), model, Ranks(0, 1, index, 2), layers, CONTEXT) for index, layers in enumerate(stages)
-    ]
+    made = [choose(config, gpu(60), model, Ranks(0, 1, index, 2), layers) for index, layers in enumerate(stages)]
     sizes = [[getattr(chosen, name) for name in NAMES if type(getattr(chosen, name)) is int] for chosen, _ in made]
     assert sizes[0] != sizes[1]
     values = [iter(each) for each in zip(*sizes, strict=True)]

@@ -31,7 +31,7 @@ def plain():
 
     model = make_model(torch.device("cpu"))
     cache = make_cache(FLAGS, model, FLAGS.page_count)
-    limits = make_limits(FLAGS, model, FLAGS.page_count, 256, grammars=True)
+    limits = make_limits(FLAGS, model, FLAGS.page_count, grammars=True)
     grammars = SlotGrammars(ascii_grammars(), VOCABULARY)
     runner = StepRunner(model, cache, PlainAttention(cache), limits, ShardThreads(1), grammars=grammars)
     yield Driver(runner)
@@ -44,7 +44,7 @@ def cuda(monkeypatch):
     made = []
 
     def make(graphs: int = 0) -> Driver:
-        from services.worker.attention.factory import make_cuda_attention
+        from services.worker.attention.cuda import CudaAttention
         from services.worker.runner.cuda import graphs as of_graphs
         from services.worker.runner.cuda.runner import CudaRunner
         from services.worker.runner.cuda.state import DeviceState
@@ -52,9 +52,9 @@ def cuda(monkeypatch):
 
         model = make_model(DEVICE)
         cache = make_cache(FLAGS, model, FLAGS.page_count)
-        limits = make_limits(FLAGS, model, FLAGS.page_count, 256, hydragen=True, grammars=True)
+        limits = make_limits(FLAGS, model, FLAGS.page_count, hydragen=True, grammars=True)
         state, grammars = DeviceState.empty(limits, DEVICE), SlotGrammars(ascii_grammars(), VOCABULARY)
-        attention = make_cuda_attention(cache, 4, model.rotary, dtype=model.embedding.dtype)
+        attention = CudaAttention(cache, 4, model.rotary, dtype=model.embedding.dtype)
         parts = model.project, VOCABULARY, DEVICE, cache.tokens, state.page_table
         sampler = FusedSampler(*parts, mask_shape=(limits.max_slots, grammars.words))
         runner = CudaRunner(model, cache, attention, sampler, state, limits, grammars=grammars)

@@ -11,7 +11,7 @@ import torch
 from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.plan.types import Batch, Groups
-from services.worker.boot.common import make_cache, make_limits
+from services.worker.boot.common import RunnerParts, make_cache, make_limits
 from services.worker.described import memory
 from services.worker.described.ranks import Ranks
 from services.worker.described.registry import read_model_config
@@ -73,7 +73,7 @@ def plain(config):
 
     model = make_model(torch.device("cpu"), config)
     cache = make_cache(FLAGS, model, FLAGS.page_count)
-    limits = make_limits(FLAGS, model, FLAGS.page_count, 256)
+    limits = make_limits(FLAGS, model, FLAGS.page_count)
     return Driver(StepRunner(model, cache, PlainAttention(cache, model.windows), limits, ShardThreads(1)))
 
 
@@ -83,16 +83,16 @@ def cuda(config):
     the attentions of up to ``pieces`` tokens; ``flags``: instead of ``FLAGS``."""
 
     def make(graphs: int = 0, flags: WorkerConfig = FLAGS, pieces: int = 0) -> Driver:
-        from services.worker.attention.factory import make_cuda_attention
+        from services.worker.attention.cuda import CudaAttention
         from services.worker.runner.cuda.runner import CudaRunner
         from services.worker.runner.cuda.state import DeviceState
         from services.worker.sampling.fused import FusedSampler
 
         model = make_model(DEVICE, config)
         cache = make_cache(flags, model, flags.page_count)
-        limits = make_limits(flags, model, flags.page_count, 256, hydragen=True)
+        limits = make_limits(flags, model, flags.page_count, hydragen=True)
         state = DeviceState.empty(limits, DEVICE)
-        attention = make_cuda_attention(cache, 4, model.rotary, dtype=model.embedding.dtype, windows=model.windows)
+        attention = CudaAttention(cache, 4, model.rotary, dtype=model.embedding.dtype, windows=model.windows)
         sampler = FusedSampler(model.project, 96, DEVICE, cache.tokens, state.page_table)
         runner = CudaRunner(model, cache, attention, sampler, state, limits)
         if graphs:
@@ -126,7 +126,7 @@ def test_nothing_of_a_runner_is_left_after_a_start_that_failed(monkeypatch):
     monkeypatch.setattr(boot_cuda, "assemble", assemble)
     monkeypatch.setattr(boot_cuda, "rehearse", rehearse)
     with pytest.raises(RuntimeError, match="broken on purpose"):
-        boot_cuda.make_runner(FLAGS, make_model(torch.device("cpu")), 256)
+        boot_cuda.make_runner(RunnerParts(FLAGS, make_model(torch.device("cpu"))))
     assert [each() for each in made] == [None]
 
 

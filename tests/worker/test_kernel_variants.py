@@ -74,7 +74,7 @@ def launched(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("graphs", "pieces"), [(0, 0), (LARGEST_GRAPH, 0), (LARGEST_GRAPH, 1024)])
 def test_random_plans_launch_no_kernel_that_the_rehearsal_did_not(launched, graphs, pieces, dtype):
-    from services.worker.attention.factory import make_cuda_attention
+    from services.worker.attention.cuda import CudaAttention
     from services.worker.runner.cuda.runner import CudaRunner
     from services.worker.runner.cuda.state import DeviceState
     from services.worker.sampling.fused import FusedSampler
@@ -83,9 +83,9 @@ def test_random_plans_launch_no_kernel_that_the_rehearsal_did_not(launched, grap
     model = DecoderModel(config, dtype, DEVICE, TorchKernels())
     load_dummy(model, seed=1)
     cache = make_cache(FLAGS, model, FLAGS.page_count)
-    limits = make_limits(FLAGS, model, FLAGS.page_count, CONTEXT, hydragen=True)
+    limits = make_limits(FLAGS, model, FLAGS.page_count, hydragen=True)
     state = DeviceState.empty(limits, DEVICE)
-    attention = make_cuda_attention(cache, 4, model.rotary)
+    attention = CudaAttention(cache, 4, model.rotary)
     sampler = FusedSampler(model.project, 96, DEVICE, cache.tokens, state.page_table)
     runner = CudaRunner(model, cache, attention, sampler, state, limits)
     # As boot_cuda does.

@@ -11,7 +11,7 @@ from services.common.errors import InvalidRequest
 from services.worker.attention.factory import make_attention
 from services.worker.attention.fast_cpu import FastCpuAttention
 from services.worker.attention.plain import PlainAttention
-from services.worker.boot.common import boot
+from services.worker.boot.common import RunnerParts, boot
 from services.worker.described.layer import LLAMA_LAYER, AttentionConfig, LayerConfig, MlpConfig, undeclared
 from services.worker.layers.fast_cpu import FastCpuKernels
 from services.worker.layers.linear import Linear
@@ -123,7 +123,7 @@ def test_a_gpu_refuses_attention_with_an_undeclared_feature():
 
     model = with_layer(model_for_few_rows(), 1, rotation=NEW)
     with pytest.raises(InvalidRequest, match="rotation of the model's attention is not supported on cuda"):
-        make_runner(ChosenWorkerConfig(), model, 64)
+        make_runner(RunnerParts(ChosenWorkerConfig(), model))
 
 
 @pytest.mark.parametrize("feature", ["qk_norm", "window", "none"])

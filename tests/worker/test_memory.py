@@ -80,16 +80,12 @@ def test_less_fits_beside_a_larger_step_and_more_with_fp8():
     free = total = 8 << 30
 
     def fitting(**flags) -> int:
-        found = footprint(
-            ChosenWorkerConfig(**flags), model, Ranks(), range(len(model.layers)), model.max_context_tokens
-        )
+        found = footprint(ChosenWorkerConfig(**flags), model, Ranks(), range(len(model.layers)))
         return found.pages_in(free, total)
 
     assert 0 < fitting(max_tokens_per_forward=65536) < fitting()
     assert fitting(use_cudagraphs=True) < fitting() < fitting(kv_cache_dtype="fp8")
-    assert (
-        footprint(ChosenWorkerConfig(), model, Ranks(), range(len(model.layers)), 2048).pages_in(1 << 29, 1 << 29) < 1
-    )
+    assert footprint(ChosenWorkerConfig(), model, Ranks(), range(len(model.layers))).pages_in(1 << 29, 1 << 29) < 1
 
 
 @given(largest=st.integers(1, 20_000))

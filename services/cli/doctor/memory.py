@@ -37,8 +37,8 @@ def footprints(machine: Machine, shape: ModelShape) -> list[Footprint]:
     for stage, layers in enumerate(shape.stages):
         for rank in range(config.tp_size):
             ranks = Ranks(rank, config.tp_size, stage, config.pp_size)
-            chosen, _ = choose(config.part(WorkerConfig), device, shape.described, ranks, layers, shape.max_context)
-            found.append(footprint(chosen, shape.described, ranks, layers, shape.max_context))
+            chosen, _ = choose(config.part(WorkerConfig), device, shape.described, ranks, layers)
+            found.append(footprint(chosen, shape.described, ranks, layers))
     return found
 
 
@@ -46,7 +46,7 @@ def choices(machine: Machine, shape: ModelShape) -> tuple[FlagChoice, ...]:
     """Return the settings that the first worker would choose."""
     config, described = machine.config, shape.described
     ranks = Ranks(0, config.tp_size, 0, config.pp_size)
-    return choose(config.part(WorkerConfig), _device(machine), described, ranks, shape.stages[0], shape.max_context)[1]
+    return choose(config.part(WorkerConfig), _device(machine), described, ranks, shape.stages[0])[1]
 
 
 def _device(machine: Machine) -> Device:

@@ -1,7 +1,7 @@
 """Checks the model: its files, and whether the worker supports it with these flags."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.cli.doctor.findings import Finding, amount, fail, from_error, ok, unknown, warn
@@ -31,9 +31,13 @@ from services.worker.described.stages import layers_of
 class ModelShape:
     """Sizes of a supported model, from which the memory is computed."""
 
-    described: ModelConfig
+    described: ModelConfig  # with the context limit of the flags
     stages: tuple[range, ...]  # layers
-    max_context: int
+
+    @property
+    def max_context(self) -> int:
+        """Longest context in tokens."""
+        return self.described.max_context_tokens
 
 
 def find(config: DeploymentConfig) -> tuple[Path | None, list[Finding]]:
@@ -75,7 +79,8 @@ def check_config(config: DeploymentConfig, directory: Path) -> tuple[ModelShape 
     if not card.eos_token_ids:
         fix = "add eos_token_id to generation_config.json"
         findings.append(warn("model", "no eos_token_id: answers end at max_tokens or a stop string only", fix))
-    return ModelShape(described, tuple(stages), config.max_context_tokens or limit), findings
+    described = replace(described, max_context_tokens=config.max_context_tokens or limit)
+    return ModelShape(described, tuple(stages)), findings
 
 
 def check_device(machine: Machine, shape: ModelShape) -> Iterator[Finding]:

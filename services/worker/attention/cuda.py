@@ -129,10 +129,6 @@ class CudaAttention:
         saved: int = tokens * 2 * self.kv_heads * self.head_dim * self.cache.keys[0].dtype.itemsize
         return saved
 
-    def count_tiles(self, groups: Spans) -> int:
-        """Return the number of ``group_tiles``. Needs ``captures_groups``."""
-        return self._groups.count(groups)  # type: ignore[union-attr]
-
     def group_tiles(self, groups: Spans) -> np.ndarray:
         """Return the tiles of ``groups`` for ``prepare_captured``, ``[tiles, TILE_FIELDS]`` int32.
 

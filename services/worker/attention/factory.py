@@ -1,7 +1,6 @@
 """Choice of the attention backend."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -9,12 +8,7 @@ from services.worker.attention.base import AttentionBackend
 from services.worker.attention.compiled import TraceableAttention
 from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.plain import PlainAttention
-from services.worker.described.config import Windows
 from services.worker.described.layer import AttentionConfig, undeclared
-from services.worker.layers.rotary import Rotary
-
-if TYPE_CHECKING:
-    from services.worker.attention.cuda import CudaAttention
 
 
 def make_attention(
@@ -34,22 +28,3 @@ def make_attention(
         if not any(undeclared(layer, SUPPORTED) for layer in layers):
             return FastCpuAttention(cache, heads, windows)
     return PlainAttention(cache, windows)
-
-
-def make_cuda_attention(
-    cache: KvCache,
-    heads: int,
-    rotary: Rotary,
-    *,
-    dtype: torch.dtype | None = None,
-    windows: Windows = (),
-    compiled: bool = False,
-) -> "CudaAttention":
-    """Return the backend for a cache on CUDA, which also rotates by ``rotary``.
-
-    ``dtype`` is the model's; None means the cache's. ``windows`` has an entry per layer of ``cache``, or is (). The
-    other arguments are as in ``make_attention``.
-    """
-    from services.worker.attention.cuda import CudaAttention  # loads Triton
-
-    return CudaAttention(cache, heads, rotary, dtype=dtype, windows=windows, compiled=compiled)

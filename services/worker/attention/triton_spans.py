@@ -202,10 +202,6 @@ class TritonSpans:
         """Plan ``spans``. ``put`` copies an array to the device. ``host_page_table`` is not used."""
         return self.planned(put(self.tiles(spans)), page_table)
 
-    def count(self, spans: Spans) -> int:
-        """Return the number of ``tiles``."""
-        return int((-(-spans.counts // (self.options.rows // self._group))).sum())
-
     def tiles(self, spans: Spans) -> np.ndarray:
         """Return the tiles of ``spans``, ``[tiles, TILE_FIELDS]`` int32. A tile of zeros has no effect."""
         return tiles(spans, self.options.rows // self._group, causal=self._causal)

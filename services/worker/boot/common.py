@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import structlog
@@ -80,6 +80,15 @@ class Booted:
     choices: tuple[FlagChoice, ...] = ()  # the flags that can be ``auto``, with their values and reasons
 
 
+class RunnerParts(NamedTuple):
+    """The parts from which the runner of a rank is made."""
+
+    config: ChosenWorkerConfig
+    model: DecoderModel
+    group: RankGroup | None = None  # None = one rank
+    grammars: SlotGrammars | None = None  # None = a rank of the replica does not support them
+
+
 def boot(
     config: WorkerConfig,
     on_lost: Callable[[ParallelError], None] | None = None,
@@ -106,8 +115,8 @@ def boot(
         # FlashInfer takes 2 s to load, while this thread waits for the driver and for weights.
         arguments = described.head_dim, cache_dtype(config, dtype)
         threading.Thread(target=flashinfer_spans.available, args=arguments, name="load FlashInfer", daemon=True).start()
-    max_context = described.max_context_tokens
-    log.info("rope", kind=described.rope.kind, scaling=describe_scaling(described.rope, max_context))
+    rope = described.rope
+    log.info("rope", kind=rope.kind, scaling=describe_scaling(rope, described.max_context_tokens))
     refuse_unshareable(described, ranks.tp_size)
     layers = layers_of(described, ranks.pp_size, config.pp_layers)[ranks.pp_rank]
     if config.load_format != "dummy":
@@ -120,7 +129,7 @@ def boot(
             if on_lost is not None:
                 group.watch(on_lost)
         facts = _facts(device, group)
-        chosen, choices = choose(config, facts, described, ranks, layers, max_context)
+        chosen, choices = choose(config, facts, described, ranks, layers)
         if group is not None:
             chosen, choices = agree(chosen, choices, group.least)
         if device.type == "cpu" and config.kv_cache_num_tokens == "auto" and chosen.page_count == 1:
@@ -146,15 +155,15 @@ def boot(
                     card.directory, model.targets(), tied_embeddings=tied, ignored=model.names_of_other_ranks()
                 )
         log.info("weights loaded", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
-        grammars = _load_grammars(config, card, group)
+        parts = RunnerParts(chosen, model, group, _load_grammars(config, card, group))
         if chosen.torch_compile:
             compile_model(model)
         with refusing_what_cannot_be_compiled() if chosen.torch_compile else contextlib.nullcontext():
             if device.type == "cuda":
-                runner: Runner = make_runner(chosen, model, max_context, group, grammars, progress)
+                runner: Runner = make_runner(parts, progress)
             else:
                 with progress.phase("compile" if chosen.torch_compile else "rehearsal"):
-                    runner = _make_cpu_runner(chosen, model, threads, max_context, group, grammars)
+                    runner = _make_cpu_runner(parts, threads)
         mark_ready()
         if config.fail_on_recompile:
             forbid_recompilation()
@@ -226,16 +235,14 @@ def _load_grammars(config: WorkerConfig, card: model_files.ModelCard, group: Ran
     return SlotGrammars(found, card.vocab_size, reports=reports) if found is not None and supported else None
 
 
-def make_limits(
-    config: ChosenWorkerConfig, model: DecoderModel, page_count: int, max_context: int, **more: Any
-) -> WorkerLimits:
+def make_limits(config: ChosenWorkerConfig, model: DecoderModel, page_count: int, **more: Any) -> WorkerLimits:
     """Return the limits of plans for a cache of ``page_count`` pages. ``more`` sets further fields of ``Limits``."""
     return WorkerLimits(
         page_size=config.page_size,
         page_count=page_count,
         max_slots=config.max_seqs_per_forward,
         max_tokens_per_step=config.max_tokens_per_forward,
-        max_context_tokens=min(max_context, page_count * config.page_size),
+        max_context_tokens=min(model.config.max_context_tokens, page_count * config.page_size),
         vocab_size=model.config.vocab_size,
         max_top_logprobs=config.max_top_logprobs,
         **more,
@@ -261,44 +268,31 @@ def cache_dtype(config: WorkerConfig, dtype: torch.dtype) -> torch.dtype:
     return FP8 if config.kv_cache_dtype == "fp8" else dtype
 
 
-def _make_cpu_runner(
-    config: ChosenWorkerConfig,
-    model: DecoderModel,
-    threads: ShardThreads,
-    max_context: int,
-    group: RankGroup | None,
-    grammars: SlotGrammars | None,
-) -> StepRunner:
+def _make_cpu_runner(parts: RunnerParts, threads: ShardThreads) -> StepRunner:
     """Return a runner for a CPU that has run every kind of step."""
     from services.worker.models.fused_cpu import FusedDecoder, supports  # loads numba
 
+    config, model, group, grammars = parts
     page_count = cast(int, config.page_count)  # ``choose`` replaces ``auto`` on CPUs
     cache = make_cache(config, model, page_count)
     attention = make_attention(
         cache, model.local.heads, [layer.attention for layer in model.local.layers], compiled=config.torch_compile
     )
     if group is not None:
-        return _make_stage_runner(config, model, cache, attention, max_context, group, grammars)
+        return _make_stage_runner(parts, group, cache, attention)
     fused = FusedDecoder(model, cache) if supports(model) else None
-    limits = make_limits(config, model, page_count, max_context, grammars=grammars is not None)
+    limits = make_limits(config, model, page_count, grammars=grammars is not None)
     runner = StepRunner(model, cache, attention, limits, threads, fused, grammars)
     warm_up(runner)
     return runner
 
 
-def _make_stage_runner(
-    config: ChosenWorkerConfig,
-    model: DecoderModel,
-    cache: KvCache,
-    attention: AttentionBackend,
-    max_context: int,
-    group: RankGroup,
-    grammars: SlotGrammars | None,
-) -> StepRunner:
+def _make_stage_runner(parts: RunnerParts, group: RankGroup, cache: KvCache, attention: AttentionBackend) -> StepRunner:
     """Return the runner of one of several ranks, after all ranks have run every kind of step together."""
+    config, model, _, grammars = parts
     micro_batches = _MAX_MICRO_BATCHES if group.ranks.pp_size > 1 else 1
     more = {"max_micro_batches": micro_batches, "grammars": grammars is not None}
-    limits = make_limits(config, model, cache.page_count, max_context, **more)
+    limits = make_limits(config, model, cache.page_count, **more)
     exchanges = make_exchanges(group.ranks, model.config.hidden_size * model.dtype.itemsize)
     runner = StageRunner(model, cache, attention, limits, group, exchanges, grammars if model.last else None)
     group.wait_for_all()

@@ -13,10 +13,10 @@ from services.common.errors import InvalidRequest
 from services.common.plan.types import Plan
 from services.worker.attention import cuda as cuda_attention
 from services.worker.attention.compiled import deactivate
-from services.worker.attention.factory import make_cuda_attention
+from services.worker.attention.cuda import CudaAttention
 from services.worker.attention.kv_cache import KvCache
 from services.worker.boot import rehearsal
-from services.worker.boot.common import cache_dtype, make_cache, make_limits
+from services.worker.boot.common import RunnerParts, cache_dtype, make_cache, make_limits
 from services.worker.boot.progress import BootProgress
 from services.worker.described.layer import undeclared
 from services.worker.described.memory import graph_bytes, margin, page_bytes, table_bytes
@@ -26,12 +26,11 @@ from services.worker.models.decoder import DecoderModel
 from services.worker.models.skinny_cuda import SkinnyDecoder, supports
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import Exchanges, make_exchanges
-from services.worker.parallel.group import MOST_SENDS, RankGroup
+from services.worker.parallel.group import MOST_SENDS
 from services.worker.runner.cuda.peers import Peers
 from services.worker.runner.cuda.runner import CudaRunner
 from services.worker.runner.cuda.state import DeviceState
 from services.worker.sampling.fused import FusedSampler
-from services.worker.sampling.grammars import SlotGrammars
 
 # Each micro-batch in flight has its own buffers for inputs and results.
 _MAX_MICRO_BATCHES = 16
@@ -42,31 +41,25 @@ _RECEIVED_AHEAD = 4
 log = structlog.get_logger(__name__)
 
 
-def make_runner(
-    config: ChosenWorkerConfig,
-    model: DecoderModel,
-    max_context: int,
-    group: RankGroup | None = None,
-    grammars: SlotGrammars | None = None,
-    progress: BootProgress | None = None,
-) -> CudaRunner:
+def make_runner(parts: RunnerParts, progress: BootProgress | None = None) -> CudaRunner:
     """Return a runner with a cache of the configured size, by default the largest that fits, after the rehearsal.
 
-    All ranks of ``group`` must call this. They run the same steps, because these depend only on the flags. Raises
+    All ranks of the group must call this. They run the same steps, because these depend only on the flags. Raises
     ``InvalidRequest`` if the cache does not fit, with the size that does.
     """
+    config, model, group, _ = parts
     progress = progress or BootProgress()
     device = model.device
-    exchanges = _exchanges(config, model, group)
+    exchanges = _exchanges(parts)
     refuse_unsupported(config, model)
     if group is not None:
         group.wait_for_all()
     with progress.phase("compile" if config.torch_compile else "memory"):
-        peak = _measure(config, model, max_context, group, exchanges, grammars) + _bytes_in_transit(config, model)
+        peak = _measure(parts, exchanges) + _bytes_in_transit(config, model)
     bytes_per_page = page_bytes(model.local, config.page_size, cache_dtype(config, model.dtype).itemsize)
     free, total = torch.cuda.mem_get_info(device)
     graphs = graph_bytes(config, model.local, model.dtype.itemsize)
-    tables = table_bytes(config, max_context)
+    tables = table_bytes(config, model.config.max_context_tokens)
     room = free - peak - tables - graphs - margin(total)
     fitting = room // bytes_per_page if group is None else group.least(room // bytes_per_page)
     wanted = config.page_count
@@ -76,9 +69,9 @@ def make_runner(
     pages = fitting if wanted is None else wanted
     try:
         cache = make_cache(config, model, pages)
-        runner = assemble(config, model, cache, max_context, group, exchanges, grammars)
+        runner = assemble(parts, cache, exchanges)
         with progress.phase("rehearsal"):
-            rehearse(runner, config, model, exchanges, progress)
+            rehearse(runner, parts, exchanges, progress)
         return runner
     except Exception as error:
         runner = None  # otherwise the process could not exit: see ``release_frames``
@@ -89,11 +82,12 @@ def make_runner(
         raise InvalidRequest(advice, field="kv_cache_num_tokens") from error
 
 
-def _exchanges(config: ChosenWorkerConfig, model: DecoderModel, group: RankGroup | None) -> Exchanges:
+def _exchanges(parts: RunnerParts) -> Exchanges:
     """Return the strategies of exchanging activations.
 
     Raises ``InvalidRequest`` if ``async_tp_threshold`` is set and products cannot overlap with the exchange.
     """
+    config, model, group, _ = parts
     if group is None:
         return make_exchanges(ALONE, 1)
     wanted = config.async_tp_threshold
@@ -127,24 +121,18 @@ def refuse_unsupported(config: ChosenWorkerConfig, model: DecoderModel) -> None:
         refuse_fp8_cache(torch.cuda.get_device_name(model.device), torch.cuda.get_device_capability(model.device))
 
 
-def _measure(
-    config: ChosenWorkerConfig,
-    model: DecoderModel,
-    max_context: int,
-    group: RankGroup | None,
-    exchanges: Exchanges,
-    grammars: SlotGrammars | None,
-) -> int:
+def _measure(parts: RunnerParts, exchanges: Exchanges) -> int:
     """Return the bytes that the runner and its largest step use in addition to weights and cache.
 
     The steps that are run for this compile most kernels.
     """
-    pages = -(-min(config.max_tokens_per_forward, max_context) // config.page_size) + 1
+    config, model = parts.config, parts.model
+    pages = -(-min(config.max_tokens_per_forward, model.config.max_context_tokens) // config.page_size) + 1
     before = torch.cuda.memory_allocated()
     try:
         cache = make_cache(config, model, pages)
         cache_bytes = torch.cuda.memory_allocated() - before
-        runner = assemble(config, model, cache, max_context, group, exchanges, grammars)
+        runner = assemble(parts, cache, exchanges)
         few = min(8, runner.limits.max_slots, runner.limits.max_tokens_per_step)
         _run_all(runner, rehearsal.decodes(runner.limits, few, rehearsal.PLAIN))
         torch.cuda.reset_peak_memory_stats()
@@ -204,20 +192,13 @@ def is_out_of_memory(error: Exception) -> bool:
     return any(isinstance(each, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(each) for each in causes)
 
 
-def assemble(
-    config: ChosenWorkerConfig,
-    model: DecoderModel,
-    cache: KvCache,
-    max_context: int,
-    group: RankGroup | None,
-    exchanges: Exchanges,
-    grammars: SlotGrammars | None,
-) -> CudaRunner:
+def assemble(parts: RunnerParts, cache: KvCache, exchanges: Exchanges) -> CudaRunner:
     """Return a runner over ``cache`` that has run no step yet."""
+    config, model, group, grammars = parts
     micro_batches = _MAX_MICRO_BATCHES if model.ranks.pp_size > 1 else 1
     more = {"hydragen": True, "max_micro_batches": micro_batches, "grammars": grammars is not None}
-    limits = make_limits(config, model, cache.page_count, max_context, **more)
-    attention = make_cuda_attention(
+    limits = make_limits(config, model, cache.page_count, **more)
+    attention = CudaAttention(
         cache,
         model.local.heads,
         model.rotary,
@@ -237,15 +218,9 @@ def assemble(
     return CudaRunner(model.forward, cache, attention, sampler, state, limits, peers, grammars)
 
 
-def rehearse(
-    runner: CudaRunner,
-    config: ChosenWorkerConfig,
-    model: DecoderModel,
-    exchanges: Exchanges,
-    progress: BootProgress,
-) -> None:
+def rehearse(runner: CudaRunner, parts: RunnerParts, exchanges: Exchanges, progress: BootProgress) -> None:
     """Run every kind of step and capture CUDA graphs, so that no request waits for a compilation or lacks memory."""
-    limits = runner.limits
+    limits, config, model = runner.limits, parts.config, parts.model
     plans: Iterable[Plan]
     for plans in rehearsal.every_kind(limits):
         _run_all(runner, plans)

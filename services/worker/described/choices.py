@@ -73,7 +73,7 @@ def agree(
 
 
 def choose(
-    config: WorkerConfig, device: Device, model: ModelConfig, ranks: Ranks, layers: range, max_context: int
+    config: WorkerConfig, device: Device, model: ModelConfig, ranks: Ranks, layers: range
 ) -> tuple[ChosenWorkerConfig, tuple[FlagChoice, ...]]:
     """Return ``config`` without ``auto``, and the value and reason of each flag in ``NAMES``.
 
@@ -81,23 +81,14 @@ def choose(
     this rank has ``layers``.
     """
     chooser = _OnCuda if device.kind == "cuda" else _OnCpu
-    return chooser(config, device, model, ranks, layers, max_context).choose()
+    return chooser(config, device, model, ranks, layers).choose()
 
 
 class _Chooser(ABC):
     """Base of the choosers for CPUs and GPUs. It applies decisions to the flags that are ``auto``."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        device: Device,
-        model: ModelConfig,
-        ranks: Ranks,
-        layers: range,
-        max_context: int,
-    ) -> None:
-        self._config, self._device, self._model = config, device, model
-        self._ranks, self._layers, self._max_context = ranks, layers, max_context
+    def __init__(self, config: WorkerConfig, device: Device, model: ModelConfig, ranks: Ranks, layers: range) -> None:
+        self._config, self._device, self._model, self._ranks, self._layers = config, device, model, ranks, layers
         self._values: dict[str, Any] = {name: getattr(config, name) for name in NAMES}
         self._reasons = dict.fromkeys(NAMES, _SET)
         self._auto = frozenset(name for name in NAMES if self._values[name] == "auto")
@@ -200,7 +191,7 @@ class _OnCuda(_Chooser):
     def _step_bytes(self, **values: Any) -> int:
         """Return the bytes of the largest step, page tables and CUDA graphs. ``values`` override the chosen ones."""
         chosen = self._chosen().model_copy(update=values)
-        rank = footprint(chosen, self._model, self._ranks, self._layers, self._max_context)
+        rank = footprint(chosen, self._model, self._ranks, self._layers)
         return rank.step + rank.reserved
 
     def _least_bytes(self) -> int:

@@ -46,9 +46,7 @@ class Footprint:
         return int(free - self.weights - steps * self.step - self.reserved - margin(total)) // self.page
 
 
-def footprint(
-    config: ChosenWorkerConfig, model: ModelConfig, ranks: Ranks, layers: range, max_context: int
-) -> Footprint:
+def footprint(config: ChosenWorkerConfig, model: ModelConfig, ranks: Ranks, layers: range) -> Footprint:
     """Return the memory use on CUDA of a rank that has ``layers`` of ``model``, the config of the whole model."""
     local = local_config(model, ranks, layers)
     item = FLOAT32 if config.dtype == "float32" else BFLOAT16
@@ -58,7 +56,7 @@ def footprint(
         step=config.max_tokens_per_forward * _token_bytes(local, item)
         + _ATTENTION_BYTES
         + (_SAMPLING_BYTES if ranks.last else 0),
-        reserved=table_bytes(config, max_context) + graph_bytes(config, local, item),
+        reserved=table_bytes(config, model.max_context_tokens) + graph_bytes(config, local, item),
         page=page_bytes(local, config.page_size, cached),
     )
 

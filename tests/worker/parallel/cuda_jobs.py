@@ -73,7 +73,7 @@ def run_as_rank(
     with pytest.MonkeyPatch.context() as patch, interpreter_ready(patch):
         do_without_streams(patch)
         from services.worker.attention import triton_spans
-        from services.worker.attention.factory import make_cuda_attention
+        from services.worker.attention.cuda import CudaAttention
         from services.worker.runner.cuda import graphs as of_graphs
         from services.worker.runner.cuda.peers import Peers
         from services.worker.runner.cuda.runner import CudaRunner
@@ -89,9 +89,9 @@ def run_as_rank(
         cache = make_cache(FLAGS, model, FLAGS.page_count)
         parts = 4 if ranks.pp_size > 1 else 1
         more = {"hydragen": True, "max_micro_batches": parts, "grammars": True}
-        limits = make_limits(FLAGS, model, FLAGS.page_count, 64, **more)
+        limits = make_limits(FLAGS, model, FLAGS.page_count, **more)
         state, sampler, grammars = DeviceState.empty(limits, CPU), None, None
-        attention = make_cuda_attention(cache, model.local.heads, model.rotary, dtype=torch.float32)
+        attention = CudaAttention(cache, model.local.heads, model.rotary, dtype=torch.float32)
         if model.last:
             grammars = SlotGrammars(ascii_grammars(), VOCABULARY)
             of_rows = model.project, VOCABULARY, CPU, cache.tokens, state.page_table
@@ -128,7 +128,7 @@ def plain_outputs(plans: Sequence[Plan], config: ChosenWorkerConfig | None = Non
     if config is None:
         model = make_model(Ranks())
         cache = make_cache(FLAGS, model, FLAGS.page_count)
-        limits = make_limits(FLAGS, model, FLAGS.page_count, 64, grammars=True)
+        limits = make_limits(FLAGS, model, FLAGS.page_count, grammars=True)
         grammars = SlotGrammars(ascii_grammars(), VOCABULARY)
         runner = StepRunner(model, cache, PlainAttention(cache), limits, ShardThreads(1), grammars=grammars)
     else:

@@ -7,7 +7,7 @@ import torch
 import torch._dynamo  # needed for tensors of ``meta``
 
 from services.worker.boot import cuda as boot_cuda
-from services.worker.boot.common import make_cache, make_model, read_model
+from services.worker.boot.common import RunnerParts, make_cache, make_model, read_model
 from services.worker.boot.precompile.dry_device import DryTensors, dry
 from services.worker.boot.precompile.job import Job
 from services.worker.boot.precompile.launches import Launch, recording
@@ -23,16 +23,15 @@ def rehearse_dry(job: Job, on_launch: Callable[[Launch], None]) -> None:
         setattr(owner, name, value)
     config, dtype = job.config, getattr(torch, job.dtype)
     _, described = read_model(config)
-    max_context, meta = described.max_context_tokens, torch.device("meta")
-    ranks = Ranks(0, config.tp_size, 0, 1)
+    meta, ranks = torch.device("meta"), Ranks(0, config.tp_size, 0, 1)
     layers = range(_layers_to_rehearse(described))
     described = replace(described, layers=described.layers[: len(layers)])
     with DryTensors(), recording(on_launch):
         model = make_model(config, described, dtype, torch.device("cuda"), ranks, layers, memory=meta)
-        pages = config.page_count or -(-max_context // config.page_size)
+        pages = config.page_count or -(-described.max_context_tokens // config.page_size)
         cache, exchanges = make_cache(config, model, pages), make_exchanges(ALONE, 1)
-        runner = boot_cuda.assemble(config, model, cache, max_context, None, exchanges, None)
-        boot_cuda.rehearse(runner, config, model, exchanges, BootProgress())
+        parts = RunnerParts(config, model)
+        boot_cuda.rehearse(boot_cuda.assemble(parts, cache, exchanges), parts, exchanges, BootProgress())
 
 
 def _layers_to_rehearse(described: ModelConfig) -> int:
