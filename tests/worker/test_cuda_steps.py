@@ -340,8 +340,8 @@ def test_a_step_that_fails_to_launch_gives_its_place_back(cuda, monkeypatch):
 
 def test_a_step_that_fails_to_launch_is_the_end_of_several_ranks(cuda, monkeypatch):
     """And it does not wait for the device, which may wait for other ranks."""
-    from services.worker.runner.cuda.peers import Peers
     from services.worker.runner.cuda.ring import Place
+    from services.worker.runner.peers import Peers
 
     driver, ranks = cuda(8), Ranks(1, 2)
     group = SimpleNamespace(ranks=ranks, tokens_in=None)

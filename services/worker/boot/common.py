@@ -19,7 +19,6 @@ from services.common.model import files as model_files
 from services.common.model.json_object import read_json
 from services.common.plan.types import Admission, Batch, Plan, WorkerLimits
 from services.worker.attention import flashinfer_spans
-from services.worker.attention.base import AttentionBackend
 from services.worker.attention.factory import make_attention
 from services.worker.attention.kv_cache import KvCache
 from services.worker.boot.compilation import (
@@ -50,9 +49,9 @@ from services.worker.parallel.exchange import make_exchanges
 from services.worker.parallel.group import RankGroup
 from services.worker.parallel.rendezvous import INSTALLED
 from services.worker.runner.base import Runner
+from services.worker.runner.peers import Peers
 from services.worker.runner.runner import StepRunner
 from services.worker.runner.shards import ShardThreads
-from services.worker.runner.stage_runner import StageRunner
 from services.worker.sampling.grammars import SlotGrammars, load_grammars
 
 # More micro-batches than any pipeline schedule uses.
@@ -269,7 +268,7 @@ def cache_dtype(config: WorkerConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def _make_cpu_runner(parts: RunnerParts, threads: ShardThreads) -> StepRunner:
-    """Return a runner for a CPU that has run every kind of step."""
+    """Return a runner for a CPU that has run every kind of step, together with the other ranks."""
     from services.worker.models.fused_cpu import FusedDecoder, supports  # loads numba
 
     config, model, group, grammars = parts
@@ -278,24 +277,16 @@ def _make_cpu_runner(parts: RunnerParts, threads: ShardThreads) -> StepRunner:
     attention = make_attention(
         cache, model.local.heads, [layer.attention for layer in model.local.layers], compiled=config.torch_compile
     )
-    if group is not None:
-        return _make_stage_runner(parts, group, cache, attention)
     fused = FusedDecoder(model, cache) if supports(model) else None
-    limits = make_limits(config, model, page_count, grammars=grammars is not None)
-    runner = StepRunner(model, cache, attention, limits, threads, fused, grammars)
-    warm_up(runner)
-    return runner
-
-
-def _make_stage_runner(parts: RunnerParts, group: RankGroup, cache: KvCache, attention: AttentionBackend) -> StepRunner:
-    """Return the runner of one of several ranks, after all ranks have run every kind of step together."""
-    config, model, _, grammars = parts
-    micro_batches = _MAX_MICRO_BATCHES if group.ranks.pp_size > 1 else 1
+    micro_batches = _MAX_MICRO_BATCHES if model.ranks.pp_size > 1 else 1
     more = {"max_micro_batches": micro_batches, "grammars": grammars is not None}
-    limits = make_limits(config, model, cache.page_count, **more)
-    exchanges = make_exchanges(group.ranks, model.config.hidden_size * model.dtype.itemsize)
-    runner = StageRunner(model, cache, attention, limits, group, exchanges, grammars if model.last else None)
-    group.wait_for_all()
+    limits = make_limits(config, model, page_count, **more)
+    exchanges = make_exchanges(model.ranks, model.config.hidden_size * model.dtype.itemsize)
+    peers = Peers(group, exchanges, model.config.hidden_size, model.dtype)
+    grammars = grammars if model.last else None
+    runner = StepRunner(model, cache, attention, limits, threads, fused, grammars, peers)
+    if group is not None:
+        group.wait_for_all()
     warm_up(runner)
     longest = min(limits.max_context_tokens, limits.max_tokens_per_step)
     for tokens in exchanges.begins:

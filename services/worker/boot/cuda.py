@@ -27,9 +27,9 @@ from services.worker.models.skinny_cuda import SkinnyDecoder, supports
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import Exchanges, make_exchanges
 from services.worker.parallel.group import MOST_SENDS
-from services.worker.runner.cuda.peers import Peers
 from services.worker.runner.cuda.runner import CudaRunner
 from services.worker.runner.cuda.state import DeviceState
+from services.worker.runner.peers import Peers
 from services.worker.sampling.fused import FusedSampler
 
 # Each micro-batch in flight has its own buffers for inputs and results.
@@ -207,14 +207,13 @@ def assemble(parts: RunnerParts, cache: KvCache, exchanges: Exchanges) -> CudaRu
         compiled=config.torch_compile,
     )
     device = cache.all_keys.device
-    state, sampler, peers = DeviceState.empty(limits, device), None, None
+    state, sampler = DeviceState.empty(limits, device), None
     grammars = grammars if model.last else None
     if model.last:
         mask_shape = None if grammars is None else (limits.max_slots, grammars.words)
         vocab_size = model.config.vocab_size
         sampler = FusedSampler(model.project, vocab_size, device, cache.tokens, state.page_table, mask_shape=mask_shape)
-    if group is not None:
-        peers = Peers(group, exchanges, model.config.hidden_size, model.dtype)
+    peers = Peers(group, exchanges, model.config.hidden_size, model.dtype)
     return CudaRunner(model.forward, cache, attention, sampler, state, limits, peers, grammars)
 
 

@@ -1,4 +1,7 @@
-"""The runner for CPUs, which checks and applies a plan, computes, samples and advances the slots."""
+"""The runner of a rank on CPUs, which checks and applies a plan, computes, samples and advances the slots.
+
+Every rank of a replica receives the same plans; see ``runner/peers.py``.
+"""
 
 import threading
 import time
@@ -10,11 +13,13 @@ import torch
 
 from services.common.plan.result import ScoredTokens, Timing
 from services.common.plan.rules import check_plan
-from services.common.plan.types import LastPlan, Plan, WorkerLimits
+from services.common.plan.types import Batch, LastPlan, Plan, WorkerLimits, micro_batches
 from services.worker.attention.base import AttentionBackend
 from services.worker.attention.kv_cache import KvCache
 from services.worker.models.decoder import DecoderModel
+from services.worker.parallel.errors import ParallelError
 from services.worker.runner.inputs import Shard, StepInputs, build
+from services.worker.runner.peers import Peers
 from services.worker.runner.shards import ShardThreads
 from services.worker.sampling.grammars import RowMasks, SlotGrammars
 from services.worker.sampling.prompt_logprobs import score
@@ -29,7 +34,11 @@ Outcome = tuple[Sampled, list[ScoredTokens]]  # of a shard or micro-batch
 
 
 class StepRunner:
-    """A runner for one rank on CPUs. Owns the slots and the cache. Only the compute thread calls it."""
+    """A runner for one rank on CPUs. Owns the slots and the cache. Only the compute thread calls it.
+
+    ``run`` returns when this rank's part of a step is done. Later stages may still compute theirs. Only the output of
+    the rank that reports has tokens.
+    """
 
     def __init__(
         self,
@@ -40,30 +49,43 @@ class StepRunner:
         threads: ShardThreads,
         fused: "FusedDecoder | None" = None,
         grammars: SlotGrammars | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        """``fused`` runs decode steps instead of ``model``. ``grammars`` is None if grammars are not supported."""
+        """``fused`` runs decode steps instead of ``model``. ``grammars`` is None if grammars are not supported.
+
+        ``peers``: None = one rank. Several ranks need one thread each, since all must call their collectives in the
+        same order.
+        """
         self.limits = limits
         self.model, self.cache, self._attention, self._threads = model, cache, attention, threads
         self._fused, self._grammars = fused, grammars
         self._device = model.device
         self._slots = SlotTable(limits, self._device)
+        self._peers = peers or Peers()
+        self._peers.receive_into(self._slots.last_tokens)
         self._last = LastPlan()
+        self._parts: list[Batch] = []  # micro-batches of the last batch
         self._barriers = {size: threading.Barrier(size) for size in range(2, threads.size + 1)}
 
     def reset(self) -> None:
-        """Free every slot and expect step 1 next. Pages keep their content, which is unreachable."""
+        """Free every slot and expect step 1 next. Pages keep their content, which is unreachable.
+
+        All ranks run the same steps before they reset, so that all messages arrive.
+        """
+        self._peers.drain()
         self._slots.clear()
         if self._grammars is not None:
             self._grammars.clear()
-        self._last = LastPlan()
+        self._last, self._parts = LastPlan(), []
         for barrier in self._barriers.values():
             barrier.reset()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and close the connections to other ranks."""
         self._threads.close()
         if self._grammars is not None:
             self._grammars.close()
+        self._peers.close()
 
     def start(self, plan: Plan) -> StepOutput:
         """Run a step to its end. See ``run``."""
@@ -73,30 +95,55 @@ class StepRunner:
     def run(self, plan: Plan) -> StepOutput:
         """Run a step and return its output.
 
-        Raises ``InvalidRequest`` or ``FailedPrecondition`` for a plan that breaks the contract, without changing
-        anything.
+        Raises ``InvalidRequest`` or ``FailedPrecondition`` for a plan that breaks the contract, on all ranks alike and
+        without changing anything, and ``ParallelError`` if a replica of several ranks cannot continue.
         """
         started = time.perf_counter_ns()
         check_plan(plan, self._last, self._slots, self.limits)
+        try:
+            return self._run(plan, started)
+        except ParallelError:
+            raise
+        except Exception as error:
+            if self._peers.alone:
+                raise
+            # The other ranks wait for this one, so the replica cannot continue.
+            raise ParallelError(f"step {plan.step} failed on {self._peers.name}: {error}") from error
+
+    def _run(self, plan: Plan, started: int) -> StepOutput:
+        """Run a valid plan, which arrived at ``started`` of ``time.perf_counter_ns``."""
         self._apply(plan)
         timing = Timing()
-        batch = self._last.batch
-        if len(batch.slots) == 0:
+        outcomes: list[Outcome] = []
+        for part in self._parts:
+            outcomes.append(self._run_part(part, timing, started))
+            started = time.perf_counter_ns()
+        if not (outcomes and self._peers.reports):
             return StepOutput(plan.step, NOTHING_SAMPLED, timing)
-        inputs = build(batch, self._slots, self._threads.size)
+        sampled, scored = _joined(outcomes)
+        return StepOutput(plan.step, sampled, timing, tuple(scored), self._failures(sampled))
+
+    def _run_part(self, part: Batch, timing: Timing, started: int) -> Outcome:
+        """Run a micro-batch, whose preparation began at ``started``, and add its times to ``timing``."""
+        inputs = build(part, self._slots, self._threads.size)
+        received = self._peers.receive(len(inputs.positions), part.slots, self._slots, len(self._parts))
         token_ids, positions = self._to_device(inputs)
-        self._keep_tokens(inputs, token_ids)
-        timing.prepare = time.perf_counter_ns() - started
-        parts, scored = zip(*self._compute(inputs, token_ids, positions, timing), strict=True)
-        sampled = parts[0] if len(parts) == 1 else concatenate(parts)
-        self._keep_sampled(sampled)
-        self._slots.advance(batch.slots, batch.token_counts, sampled.slots)
-        scored = tuple(each for part in scored for each in part)
-        return StepOutput(plan.step, sampled, timing, scored, self._failures(sampled))
+        if self.model.last:
+            self._keep_tokens(inputs, token_ids)
+        timing.prepare += time.perf_counter_ns() - started
+        entering = token_ids if received is None else received
+        sampled, scored = _joined(self._compute(inputs, entering, positions, timing))
+        if self.model.last:
+            self._peers.send_tokens(self._keep_sampled(sampled))
+        sampled_slots = sampled.slots if self.model.last else inputs.shards[0].sample_slots
+        self._slots.advance(part.slots, part.token_counts, sampled_slots)
+        return sampled, scored
 
     def _apply(self, plan: Plan) -> None:
         slots = self._slots
         self._last = self._last.followed_by(plan)
+        if plan.batch is not None:
+            self._parts = micro_batches(plan.batch, plan.micro_batch_rows)
         if plan.releases.size:
             slots.release(plan.releases)
         for admission in plan.admissions:
@@ -127,12 +174,13 @@ class StepRunner:
         self.cache.tokens.view(-1)[indices.to(self._device)] = token_ids.int()
 
     def _compute(
-        self, inputs: StepInputs, token_ids: torch.Tensor, positions: torch.Tensor, timing: Timing
+        self, inputs: StepInputs, entering: torch.Tensor, positions: torch.Tensor, timing: Timing
     ) -> list[Outcome]:
+        """Run the shards. ``entering``: token ids ``[tokens]``, or the hidden states of the previous stage."""
         barrier = None if inputs.independent else self._barriers.get(len(inputs.shards))
         timings = [timing, *(Timing() for _ in inputs.shards[1:])]  # the timing of the first shard is the step's
         jobs = [
-            partial(self._compute_shard, shard, token_ids, positions, inputs.independent, barrier, each)
+            partial(self._compute_shard, shard, entering, positions, inputs.independent, barrier, each)
             for shard, each in zip(inputs.shards, timings, strict=True)
         ]
         return self._threads.run(jobs, barrier)
@@ -141,25 +189,29 @@ class StepRunner:
     def _compute_shard(
         self,
         shard: Shard,
-        token_ids: torch.Tensor,
+        entering: torch.Tensor,
         positions: torch.Tensor,
         independent: bool,
         barrier: threading.Barrier | None,
         timing: Timing,
     ) -> Outcome:
         started = time.perf_counter_ns()
-        token_ids, positions = token_ids[shard.start : shard.end], positions[shard.start : shard.end]
+        entering, positions = entering[shard.start : shard.end], positions[shard.start : shard.end]
         if independent and self._fused is not None:
-            hidden = self._fused(token_ids, positions, shard.attention)
+            hidden = self._fused(entering, positions, shard.attention)
         else:
             wait = (lambda: None) if barrier is None else barrier.wait
             attention = self._attention.step(shard.attention, wait)
-            hidden = self.model(token_ids, positions, attention)
-        timing.forward = time.perf_counter_ns() - started
+            hidden = self.model(entering, positions, attention, None, self._peers.exchange(len(positions)))
+        forwarded = time.perf_counter_ns()
+        timing.forward += forwarded - started
+        if not self.model.last:
+            self._peers.send_hidden(hidden, shard.sample_slots)
+            return NOTHING_SAMPLED, []
         scored = self._score(shard, hidden)
         sampled = self._sample(shard, hidden)
         if len(sampled.slots) or scored:
-            timing.sample = time.perf_counter_ns() - started - timing.forward
+            timing.sample += time.perf_counter_ns() - forwarded
         return sampled, scored
 
     def _score(self, shard: Shard, hidden: torch.Tensor) -> list[ScoredTokens]:
@@ -208,3 +260,11 @@ class StepRunner:
         last = torch.from_numpy(tokens).to(self._device)
         self._slots.last_tokens[index] = last
         return last
+
+
+def _joined(outcomes: list[Outcome]) -> Outcome:
+    """Return the outcome of consecutive shards or micro-batches, at least one."""
+    if len(outcomes) == 1:
+        return outcomes[0]
+    parts, scored = zip(*outcomes, strict=True)
+    return concatenate(parts), [each for part in scored for each in part]

@@ -75,9 +75,9 @@ def run_as_rank(
         from services.worker.attention import triton_spans
         from services.worker.attention.cuda import CudaAttention
         from services.worker.runner.cuda import graphs as of_graphs
-        from services.worker.runner.cuda.peers import Peers
         from services.worker.runner.cuda.runner import CudaRunner
         from services.worker.runner.cuda.state import DeviceState
+        from services.worker.runner.peers import Peers
         from services.worker.sampling.fused import FusedSampler
 
         # Quick in the interpreter: small tiles, and few graphs.

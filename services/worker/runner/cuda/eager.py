@@ -6,7 +6,7 @@ from services.worker.attention.base import RotatingAttentionStep
 from services.worker.attention.cuda import CudaAttention
 from services.worker.runner.cuda.graphs import Forward
 from services.worker.runner.cuda.inputs import padded
-from services.worker.runner.cuda.peers import NoPeers, Peers
+from services.worker.runner.peers import Peers
 
 
 class EagerSteps:
@@ -14,7 +14,7 @@ class EagerSteps:
 
     reuses_output = False  # each step has an output of its own
 
-    def __init__(self, forward: Forward, attention: CudaAttention, peers: Peers | NoPeers) -> None:
+    def __init__(self, forward: Forward, attention: CudaAttention, peers: Peers) -> None:
         self._forward, self._attention, self._peers = forward, attention, peers
 
     def size(self, tokens: int) -> int:

@@ -13,13 +13,13 @@ from services.common.plan.types import Plan
 from services.worker.runner.cuda.graphs import DecodeGraph
 from services.worker.runner.cuda.guide import Guide, NoGuide
 from services.worker.runner.cuda.inputs import Standing, StepArrays, fill_up, padded
-from services.worker.runner.cuda.peers import NoPeers, Peers
 from services.worker.runner.cuda.ring import Place
 from services.worker.runner.cuda.scores import PromptRuns, StepScores, find_runs
 from services.worker.runner.cuda.state import DeviceState
 from services.worker.runner.cuda.state_kernels import advance
 from services.worker.runner.cuda.step import CudaStep, Era
 from services.worker.runner.cuda.transfers import to_host
+from services.worker.runner.peers import Peers
 from services.worker.sampling.fused import FusedSampler
 from services.worker.sampling.grammars import SlotGrammars
 from services.worker.sampling.outcome import SampledOnDevice
@@ -63,7 +63,7 @@ class Samples:
 class StepEnd(ABC):
     """The end of the micro-batches of one stage. Owned by the compute thread."""
 
-    def __init__(self, peers: Peers | NoPeers, max_slots: int, guide: Guide | NoGuide | None = None) -> None:
+    def __init__(self, peers: Peers, max_slots: int, guide: Guide | NoGuide | None = None) -> None:
         """``guide``: None if no sequence of this stage follows a grammar."""
         self._peers, self._max_slots, self.guide = peers, max_slots, guide or NoGuide()
         self._era = Era(max_slots)
@@ -128,7 +128,7 @@ class SamplingEnd(StepEnd):
         sampler: FusedSampler,
         state: DeviceState,
         table: SlotTable,
-        peers: Peers | NoPeers,
+        peers: Peers,
         grammars: SlotGrammars | None,
     ) -> None:
         """``grammars``: None if sequences have no grammars."""

@@ -14,10 +14,10 @@ from services.worker.attention.spans import Spans
 from services.worker.described.memory import sizes_up_to
 from services.worker.runner.cuda.block import Fields, Layout
 from services.worker.runner.cuda.inputs import padded
-from services.worker.runner.cuda.peers import NoPeers, Peers
 from services.worker.runner.cuda.ring import Ring
 from services.worker.runner.cuda.state import DeviceState
 from services.worker.runner.cuda.state_kernels import advance, append_and_gather_inputs
+from services.worker.runner.peers import Peers
 from services.worker.sampling.fused import FusedSampler
 from services.worker.step.slots import SlotTable
 
@@ -164,7 +164,7 @@ class DecodeGraphs:
         table: SlotTable,
         ring: Ring,
         largest: int,
-        peers: Peers | NoPeers,
+        peers: Peers,
     ) -> None:
         """Capture the graphs for up to ``largest`` rows.
 

@@ -6,11 +6,8 @@ import numpy as np
 
 from services.common.plan.types import Batch, Groups, micro_batches
 from services.worker.attention.spans import Spans
+from services.worker.runner.peers import GRAIN
 from services.worker.step.slots import SlotTable
-
-# Token counts are multiples of this number, so that compiled code has no special sizes and matrix products are aligned.
-# They are also multiples of the number of ranks that shard them.
-GRAIN = 8
 
 
 @dataclass(frozen=True)

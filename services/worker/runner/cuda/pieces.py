@@ -18,7 +18,7 @@ from services.worker.attention.cuda import CudaAttention
 from services.worker.described.memory import kept_in_piece, piece_sizes
 from services.worker.runner.cuda.graphs import Forward
 from services.worker.runner.cuda.inputs import padded
-from services.worker.runner.cuda.peers import NoPeers, Peers
+from services.worker.runner.peers import Peers
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -43,7 +43,7 @@ class StepPieces:
         self,
         forward: Forward,
         attention: CudaAttention,
-        peers: Peers | NoPeers,
+        peers: Peers,
         largest: int,
         device: torch.device,
     ) -> None:

@@ -21,12 +21,12 @@ from services.worker.runner.cuda.eager import EagerSteps
 from services.worker.runner.cuda.ending import SamplingEnd, SendingEnd, StepEnd
 from services.worker.runner.cuda.graphs import DecodeGraphs, Forward, FoundGraph
 from services.worker.runner.cuda.inputs import Standing, StepArrays, build, fill_up, split
-from services.worker.runner.cuda.peers import NoPeers, Peers
 from services.worker.runner.cuda.pieces import StepPieces
 from services.worker.runner.cuda.ring import Place, Ring
 from services.worker.runner.cuda.state import NO_CHANGES, DeviceState, PageChanges, Updates
 from services.worker.runner.cuda.state_kernels import gather_inputs
 from services.worker.runner.cuda.step import CudaStep, CutStep
+from services.worker.runner.peers import Peers
 from services.worker.sampling.fused import FusedSampler
 from services.worker.sampling.grammars import SlotGrammars
 from services.worker.step.output import StepOutput
@@ -65,7 +65,7 @@ class CudaRunner:
         self._sampler, self._state = sampler, state
         self._device = cache.all_keys.device
         self._slots = SlotTable(limits, torch.device("cpu"))
-        self._peers = peers or NoPeers()
+        self._peers = peers or Peers()
         self.grain = self._peers.grain  # the token count of a forward pass is a multiple of it
         self._peers.receive_into(state.last_tokens)
         with torch.inference_mode():  # compilers make separate code for inference tensors
@@ -134,7 +134,7 @@ class CudaRunner:
         except ParallelError:
             raise
         except BaseException as error:
-            if isinstance(self._peers, Peers):  # the device may wait for other ranks, so the host must not wait for it
+            if not self._peers.alone:  # the device may wait for other ranks, so the host must not wait for it
                 raise ParallelError(f"step {plan.step} failed on {self._peers.name}: {error}") from error
             try:
                 for place in places:

@@ -1,7 +1,12 @@
-"""The messages between the ranks of a replica before and after the kernels of a step.
+"""The messages between the ranks of a replica before and after the computations of a step.
 
-They are those of ``runner/stage_runner.py``, which explains why ranks cannot deadlock. Here, only the stream of the
-device waits, and never the host.
+Every rank receives the same plans and keeps the same state on its host, because lengths do not depend on the sampled
+tokens. So each rank can compute from a plan alone which messages the others send and receive.
+
+A rank waits only for the ranks of its stage in a collective, for activations of this micro-batch from the previous
+stage, for tokens of earlier micro-batches from the last stage, and for the next stage to follow within a few
+micro-batches. Each of these waits depends only on the same micro-batch in an earlier stage or on an earlier
+micro-batch, so ranks cannot deadlock. On CUDA, only the stream of the device waits, and never the host.
 """
 
 import math
@@ -14,24 +19,38 @@ from services.worker.parallel.exchange import ALONE as NOTHING_EXCHANGED
 from services.worker.parallel.exchange import Exchange, Exchanges
 from services.worker.parallel.group import RankGroup
 from services.worker.parallel.owed import OwedTokens
-from services.worker.runner.cuda.inputs import GRAIN
 from services.worker.step.slots import SlotTable
+
+# On CUDA, token counts are multiples of this number, so that compiled code has no special sizes and matrix products are
+# aligned.
+GRAIN = 8
+_NO_EXCHANGES = Exchanges((NOTHING_EXCHANGED,))
 
 
 class Peers:
     """The messages of this rank. Owned by the compute thread. All ranks make the same calls with the same sizes."""
 
-    def __init__(self, group: RankGroup, exchanges: Exchanges, hidden_size: int, dtype: torch.dtype) -> None:
-        """``hidden_size`` and ``dtype`` are those of the residual stream."""
+    def __init__(
+        self,
+        group: RankGroup | None = None,
+        exchanges: Exchanges = _NO_EXCHANGES,
+        hidden_size: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """``group``: None if the replica has one rank. The others then have no effect.
+
+        ``hidden_size`` and ``dtype`` are those of the residual stream.
+        """
         self._group, self._exchanges, self._hidden_size, self._dtype = group, exchanges, hidden_size, dtype
         self._owed: OwedTokens | None = None
-        ranks = group.ranks
-        self.first, self.last, self.reports, self.name = ranks.first, ranks.last, ranks.reports, ranks.name()
-        self.grain = math.lcm(GRAIN, ranks.tp_size)
+        ranks = ALONE if group is None else group.ranks
+        self.alone, self.first, self.last, self.reports = group is None, ranks.first, ranks.last, ranks.reports
+        self.name = ranks.name()
+        self.grain = math.lcm(GRAIN, ranks.tp_size)  # on CUDA, token counts are multiples of it
 
     def receive_into(self, last_tokens: torch.Tensor) -> None:
-        """Store the tokens that other ranks sample in ``last_tokens [max_slots]`` int32."""
-        if self._group.tokens_in is not None:
+        """Store the tokens that other ranks sample in ``last_tokens [max_slots]`` int32 or int64."""
+        if self._group is not None and self._group.tokens_in is not None:
             self._owed = OwedTokens(self._group.tokens_in, last_tokens)
 
     def exchange(self, tokens: int) -> Exchange:
@@ -45,8 +64,8 @@ class Peers:
     def receive(self, tokens: int, rows: np.ndarray, slots: SlotTable, parts: int) -> torch.Tensor | None:
         """Receive the inputs of a micro-batch of ``tokens`` tokens, padding included, with slots ``rows [n]``.
 
-        Return the hidden states of the previous stage, ``[rows, hidden_size]``, or None on the first stage. There,
-        later launches find the inputs in ``last_tokens``. ``parts``: micro-batches of the step.
+        Return the hidden states of the previous stage, ``[rows, hidden_size]``, or None on the first stage. There, the
+        inputs are in ``last_tokens``, on CUDA for later launches. ``parts``: micro-batches of the step.
         """
         if self._owed is not None:
             self._owed.settle(rows[slots.computed[rows] >= slots.given[rows]], parts)
@@ -62,40 +81,18 @@ class Peers:
             self._owed.expect(sample_slots)
 
     def send_tokens(self, token_ids: torch.Tensor) -> None:
-        """Send the sampled ``token_ids [samples]`` int32 to the first stage. They must not change later."""
-        if self._group.tokens_out is not None and len(token_ids):
+        """Send the sampled ``token_ids [samples]`` to the first stage. They must not change later."""
+        if self._group is not None and self._group.tokens_out is not None and len(token_ids):
             self._group.tokens_out.send(token_ids)
 
     def drain(self) -> None:
         """Wait for the messages in transit. All ranks must have run the same steps."""
         if self._owed is not None:
             self._owed.drain()
-        self._group.drain()
+        if self._group is not None:
+            self._group.drain()
 
     def close(self) -> None:
         """Close the connections to other ranks."""
-        self._group.close()
-
-
-class NoPeers:
-    """A substitute for ``Peers`` if the replica has one rank."""
-
-    first = last = reports = True
-    name, grain = ALONE.name(), GRAIN
-
-    def receive_into(self, last_tokens: torch.Tensor) -> None: ...
-
-    def exchange(self, tokens: int) -> Exchange:
-        return NOTHING_EXCHANGED
-
-    def input_buffer(self, tokens: int, device: torch.device) -> None: ...
-
-    def receive(self, tokens: int, rows: np.ndarray, slots: SlotTable, parts: int) -> None: ...
-
-    def send_hidden(self, leaving: torch.Tensor, sample_slots: np.ndarray) -> None: ...
-
-    def send_tokens(self, token_ids: torch.Tensor) -> None: ...
-
-    def drain(self) -> None: ...
-
-    def close(self) -> None: ...
+        if self._group is not None:
+            self._group.close()
