@@ -1,4 +1,4 @@
-"""One device, its share of the weights, and the paged KV cache."""
+"""The worker: one device with its share of the weights and the paged KV cache."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""``toka-worker flag=value ...``"""
+"""Entry point of ``toka-worker flag=value ...``."""
 
 import gc
 import os
@@ -13,19 +13,20 @@ from services.worker.boot.precompile.background import KernelCompiler, can_preco
 from services.worker.boot.progress import BootProgress
 from services.worker.described.refusals import refuse_numba_settings
 
-# It may compile for minutes without letting go of the interpreter, and waits half an hour for other ranks.
+# A boot may compile for minutes without releasing the interpreter, and wait half an hour for other ranks.
 BOOT_S = 1800.0
 
 
 def main() -> None:
-    """Run one worker until it is told to stop."""
-    # Read when torch is loaded. Its idle threads must not spin: other processes need the cores.
+    """Run one worker until it is stopped."""
+    # torch reads these variables when it is loaded.
+    # Its idle threads must not spin, because other processes need the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Weights in huge pages: every step reads all of them.
+    # Keep weights in huge pages, because every step reads all of them.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # Steps of ever different sizes must not leave the device's memory in pieces that are of no use.
+    # Otherwise steps of different sizes fragment the memory of the device.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    # What is sent to other ranks must not queue behind the model's kernels.
+    # Messages to other ranks must not queue behind the kernels of the model.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     run_service("worker", WorkerConfig, _serve)
 
@@ -35,30 +36,33 @@ async def _serve(config: WorkerConfig, stop: Stop) -> None:
         progress = BootProgress.of(config)
         compiler = KernelCompiler.start() if progress.first_start and can_precompile(config) else None
         with progress.phase("imports"):
-            # In a thread: a signal must not wait until torch is loaded.
+            # Load in a thread, because a signal must not wait until torch is loaded.
             serve = await run_unless_stopped(lambda: _load_libraries(config), stop)
         if serve is None:
-            exit_now(0)  # the thread cannot be interrupted, and the interpreter would not end beside it
+            exit_now(0)  # the thread cannot be interrupted, and the interpreter would wait for it
         await serve(config, stop, on_serving=watchdog.serving, progress=progress, compiler=compiler)
 
 
 def _load_libraries(config: WorkerConfig) -> Callable[..., Coroutine[Any, Any, None]]:
-    """Load torch and the compilers behind it. Returns ``services.worker.server.serve``. Raises ``InvalidRequest``."""
+    """Load torch and its compilers. Return ``services.worker.server.serve``. Raises ``InvalidRequest``."""
     refuse_numba_settings()
-    gc.disable()  # imports make a million objects and hardly a cycle
+    gc.disable()  # imports create a million objects and few cycles
     try:
         if _compiles(config):
             keep_compiled_code_in(config.compile_cache_dir)
         from services.worker.server import serve
     finally:
         gc.enable()
-    gc.freeze()  # later collections do not look at modules again
+    gc.freeze()  # later collections skip the modules
     return serve
 
 
 def _compiles(config: WorkerConfig) -> bool:
-    """Whether kernels are compiled here that are worth keeping. A worker that compiles none writes nothing, so that it
-    also runs where there is no home; but a directory that was named is always looked at."""
+    """Return whether the worker keeps compiled kernels on disk.
+
+    A worker that compiles none writes nothing, so that it also runs without a home directory. A directory that the
+    operator set is always checked.
+    """
     if (
         config.torch_compile is True
         or config.compile_cache_dir != WorkerConfig.model_fields["compile_cache_dir"].default
@@ -66,7 +70,7 @@ def _compiles(config: WorkerConfig) -> bool:
         return True
     if config.device != "auto":
         return config.device == "cuda"
-    import torch  # the compilers' caches are looked up later: when something is compiled
+    import torch  # the compilers read their cache directories later
 
     return torch.cuda.is_available()
 

@@ -1,4 +1,4 @@
-"""What ``/metrics`` of a worker shows: its own steps, compilations, and its device."""
+"""Metrics of a worker: steps, compilations and the device."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from services.worker.engine.power import Power
 
 
 class WorkerMetrics:
-    """A Prometheus collector. Shows nothing before ``begin``."""
+    """A Prometheus collector. It yields nothing before ``begin``."""
 
     def __init__(self, engine: Engine, config: WorkerConfig) -> None:
         self._engine, self._config = engine, config
@@ -20,14 +20,14 @@ class WorkerMetrics:
         self._power: Power | None = None
 
     def begin(self, device: str) -> None:
-        """The model is loaded on ``device``."""
+        """Start to yield metrics, when the model is loaded on ``device``."""
         config = self._config
         self._power = Power.of(torch.device(device))
         ranks = {"dp_rank": config.dp_rank, "tp_rank": config.tp_rank, "pp_rank": config.pp_rank}
         self._labels = {"device": device, **{name: str(rank) for name, rank in ranks.items()}}
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry for each scrape, in a thread of the page's."""
+        """Yield all metrics. The registry calls it for each scrape, in a thread of the metrics server."""
         if not self._labels:
             return
         totals = self._engine.totals

@@ -1,7 +1,8 @@
-"""``toka-workers flag=value ...``: every rank of a replica on this host, each a ``toka-worker`` of its own on a GPU of
-its own, as one program. For containers: ranks that share one can speak over NVLink and shared memory.
+"""Entry point of ``toka-workers flag=value ...``, which runs all ranks of a replica on this host.
 
-They live and die together: when one ends, so do all, and whoever started this program starts it again.
+Each rank is a ``toka-worker`` process with its own GPU. In a container, ranks of one program can exchange data over
+NVLink and shared memory. If one rank exits, the program ends all others and exits too, so that its supervisor restarts
+the replica.
 """
 
 import asyncio
@@ -20,28 +21,31 @@ from services.common.host.private_files import usual_umask
 from services.common.process.children import module_command, module_environment
 from services.common.process.service import PARENT_PID, Stop, run_service
 
-PEER_GRACE_S = 5.0  # for those whose peer has ended to notice
-LAST_WORDS_S = 3.0  # for ranks to end by themselves behind their drain
-OWN = ("worker_listen", "metrics_port", "tp_rank", "pp_rank")  # flags that differ from rank to rank
+PEER_GRACE_S = 5.0  # time for the other ranks to detect that a rank has exited
+EXIT_TIMEOUT_S = 3.0  # time for ranks to exit after their drain
+_OWN_FLAGS = ("worker_listen", "metrics_port", "tp_rank", "pp_rank")  # flags that differ from rank to rank
 
 log = structlog.get_logger(__name__)
 
 
 def main() -> None:
-    """Run the ranks until this program is told to stop, or one of them ends."""
+    """Run the ranks until this program is stopped or a rank exits."""
     run_service("workers", WorkerConfig, _serve)
 
 
 def rank_flags(config: WorkerConfig, arguments: Sequence[str]) -> Iterator[list[str]]:
-    """The command line of each rank, in the order of their GPUs: stage after stage. ``arguments``: our own, of which
-    each gets all that it has no other value for. Ports count up from ours."""
+    """Yield the flags of each rank, in the order of their GPUs, one stage after the other.
+
+    ``arguments`` are those of this program. Each rank gets all of them except ``_OWN_FLAGS``. Ports count up from those
+    of ``config``.
+    """
     host, _, port = config.worker_listen.rpartition(":")
     if config.tp_rank or config.pp_rank or not port.isdecimal():
         raise InvalidRequest(
             "flags tp_rank, pp_rank and worker_listen: toka-workers numbers its ranks and counts up from the port of"
             f" worker_listen={config.worker_listen}; leave the ranks out, and name host:port"
         )
-    shared = without_flags(WorkerConfig, arguments, OWN)
+    shared = without_flags(WorkerConfig, arguments, _OWN_FLAGS)
     ranks = itertools.product(range(config.pp_size), range(config.tp_size))
     for index, (pp_rank, tp_rank) in enumerate(ranks):
         flags = [*shared, f"tp_rank={tp_rank}", f"pp_rank={pp_rank}", f"worker_listen={host}:{int(port) + index}"]
@@ -51,7 +55,7 @@ def rank_flags(config: WorkerConfig, arguments: Sequence[str]) -> Iterator[list[
 
 
 def rank_environments(config: WorkerConfig, environment: dict[str, str]) -> Iterator[dict[str, str]]:
-    """The environment of each rank: it sees one GPU, and on a CPU has its part of the cores."""
+    """Yield the environment of each rank, in which it sees one GPU, and on a CPU uses its share of the cores."""
     count = config.tp_size * config.pp_size
     visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     gpus = [name for name in visible.split(",") if name not in ("", "-1")]
@@ -68,7 +72,10 @@ def rank_environments(config: WorkerConfig, environment: dict[str, str]) -> Iter
 
 
 async def _serve(config: WorkerConfig, stop: Stop) -> None:
-    """Raises ``Unavailable`` with the exit status of the rank that ended first, where that is not 0."""
+    """Run the ranks.
+
+    Raises ``Unavailable`` with the exit status of the first rank that exited, if that is not 0.
+    """
     flags, environments = rank_flags(config, sys.argv[1:]), rank_environments(config, module_environment(os.environ))
     starts = [
         asyncio.create_subprocess_exec(*module_command("services.worker", *own), env=environment, umask=usual_umask())
@@ -88,7 +95,10 @@ async def _serve(config: WorkerConfig, stop: Stop) -> None:
 
 
 def _judge(ended: list[tuple[int, int]]) -> None:
-    """Which rank was the first, of those that ended and how. One that lost another was not."""
+    """Raise ``Unavailable`` if the rank that exited first failed. ``ended``: index and status of each exited rank.
+
+    A rank whose status reports a lost peer was not the first.
+    """
     index, status = next((each for each in ended if each[1] != PEER_LOST_STATUS), ended[0])
     if status:
         error = Unavailable(f"rank {index} ended with status {status}, and the others with it")
@@ -100,14 +110,14 @@ def _judge(ended: list[tuple[int, int]]) -> None:
 async def _end(
     ranks: list[asyncio.subprocess.Process], ends: list[asyncio.Task[int]], stop: Stop, drain_s: float
 ) -> None:
-    """Ask all to end, after what they have to do; then make them."""
+    """Terminate all ranks, and kill those that have not exited after their drain."""
     for number in ("terminate", "kill"):
         for rank in ranks:
             if rank.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     getattr(rank, number)()
-        patience_s = 0.0 if stop.at_once.is_set() else drain_s + LAST_WORDS_S
-        if number == "kill" or await stop.within(patience_s, lambda: asyncio.wait(ends)):
+        timeout_s = 0.0 if stop.at_once.is_set() else drain_s + EXIT_TIMEOUT_S
+        if number == "kill" or await stop.within(timeout_s, lambda: asyncio.wait(ends)):
             break
     await asyncio.wait(ends)
 

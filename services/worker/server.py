@@ -1,4 +1,4 @@
-"""The worker's process: a server that listens at once, a compute thread that loads, and what health says of both."""
+"""The process of a worker: a server that listens at once, a compute thread that loads the model, and their health."""
 
 import asyncio
 import atexit
@@ -88,7 +88,7 @@ async def _serve(
         metrics.begin(info.device)
         collect_seldom()
         on_serving(engine.progresses)
-        servicer.info = info  # from here on there may be work
+        servicer.info = info  # from now on, streams are accepted
         watch = asyncio.create_task(_watch(engine, server, config.step_deadline))
         await asyncio.wait((ended, stopping, watch), return_when=asyncio.FIRST_COMPLETED)
         if watch.done():
@@ -98,7 +98,7 @@ async def _serve(
             await ended
             raise Internal("the compute thread has ended")
         server.set_ready(False)
-        # Ranks that do not stop at the same plan could not go on together: those end as they are.
+        # Several ranks would have to stop at the same plan, so they are not drained.
         if not ended.done() and booted.result().group is None:
             await stop.within(config.drain_seconds, lambda: asyncio.to_thread(servicer.drain, config.drain_seconds))
     except ParallelError as error:
@@ -109,25 +109,26 @@ async def _serve(
         stopping.cancel()
         await asyncio.to_thread(server.stop)
         engine.stop()
-        if booted.done():  # a step in progress may end; a model that is still loading goes with the process
+        if booted.done():  # a running step may end; a model that is still loading is abandoned
             await asyncio.wait((booted, ended), timeout=STOP_GRACE_S)
-        # A thread that loads a model cannot be interrupted, and the interpreter would abort beside it.
+        # A thread that loads a model cannot be interrupted, and the interpreter would abort if it ended first.
         if config.tp_size * config.pp_size > 1 or (service_name() and not booted.done()):
             _exit_past_connections(0 if stopped else getattr(sys.exception(), "exit_status", 1))
         for future in (booted, ended):
             if not future.cancel():
-                future.exception()  # seen: it was raised above, or stopping came first
+                future.exception()  # mark it as retrieved: it was raised above, or the worker stopped first
 
 
 def _exit_past_connections(status: int) -> None:
-    """Make the process exit with ``status`` as soon as the main thread is done. The interpreter would close connections
-    to other ranks first, and block on threads that wait for ranks which may be lost."""
+    """Make the process exit with ``status`` as soon as the main thread is done.
 
-    atexit.register(exit_now, status)  # called before that, and when the reason is logged
+    The interpreter would first close connections to other ranks, and block on threads that wait for lost ranks.
+    """
+    atexit.register(exit_now, status)  # called before that, after the reason is logged
 
 
 def describe(booted: Booted, config: WorkerConfig) -> worker_pb2.WorkerInfo:
-    """The answer of GetWorkerInfo, under a new incarnation id, or under that of the replica."""
+    """Return the response of GetWorkerInfo, with a new incarnation id, or with that of the replica."""
     limits, ranks = booted.runner.limits, booted.ranks
     return worker_pb2.WorkerInfo(
         model=booted.model,
@@ -157,7 +158,7 @@ def describe(booted: Booted, config: WorkerConfig) -> worker_pb2.WorkerInfo:
 
 
 async def _watch(engine: Engine, server: BlockingRpcServer, step_deadline_s: float, interval_s: float = 1.0) -> None:
-    """Health follows the compute thread: SERVING while its work gets done. Compilations after the start are told."""
+    """Report SERVING while the steps of the compute thread end in time. Log compilations after the start."""
     ready, compiled = None, 0
     with contextlib.suppress(asyncio.CancelledError):
         while True:
