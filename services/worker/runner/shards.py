@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from services.common.boundaries import errors_to
+
 T = TypeVar("T")
 _Work = queue.SimpleQueue[tuple[Callable[[], Any], threading.Barrier | None] | None]  # None = end the thread
 _Outcome = tuple[int, Any, BaseException | None]  # index of the job, result, exception
@@ -58,9 +60,9 @@ class ShardThreads:
 
 
 def _outcome(index: int, job: Callable[[], Any], barrier: threading.Barrier | None) -> _Outcome:
-    try:
+    errors: list[BaseException] = []
+    with errors_to(errors.append, BaseException):
         return index, job(), None
-    except BaseException as error:
-        if barrier is not None:
-            barrier.abort()
-        return index, None, error
+    if barrier is not None:
+        barrier.abort()
+    return index, None, errors[0]

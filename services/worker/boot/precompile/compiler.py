@@ -11,6 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
+from services.common.boundaries import errors_to
 from services.common.host import resources as host
 from services.common.process.service import PARENT_PID, exit_with_parent
 from services.worker.boot.precompile.launches import Launch
@@ -79,11 +80,10 @@ def _exit_with_parent(parent: int) -> None:
 
 def _compile(launch: Launch) -> str:
     """Compile ``launch``. Return why it cannot be compiled, or an empty string."""
-    try:
+    errors: list[Exception] = []
+    with errors_to(errors.append):  # the worker will compile this kernel itself, and report the error
         compiled = launch.compile()
         # Before Triton 3.7, each specialisation has a launcher in C, which gcc compiles.
         if hasattr(nvidia, "make_launcher"):
             nvidia.CudaLauncher(compiled.src, compiled.metadata)
-    except Exception as error:  # the worker will compile this kernel itself, and report the error
-        return f"{launch.kernel.__name__}: {error!r}"
-    return ""
+    return f"{launch.kernel.__name__}: {errors[0]!r}" if errors else ""

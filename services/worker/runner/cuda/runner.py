@@ -139,7 +139,7 @@ class CudaRunner:
             try:
                 for place in places:
                     place.abandon()
-            except Exception as lost:
+            except RuntimeError as lost:
                 raise DeviceLost(f"the device is lost: {lost}") from error
             raise
         step.timing.prepare = time.perf_counter_ns() - began
