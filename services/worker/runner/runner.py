@@ -23,8 +23,8 @@ from services.worker.runner.peers import Peers
 from services.worker.runner.shards import ShardThreads
 from services.worker.sampling.grammars import RowMasks, SlotGrammars
 from services.worker.sampling.prompt_logprobs import score
-from services.worker.sampling.sampler import NOTHING_SAMPLED, concatenate, sample
-from services.worker.step.output import Failure, Sampled, StepOutput
+from services.worker.sampling.sampler import sample
+from services.worker.step.output import NOTHING_SAMPLED, Failure, Sampled, StepOutput
 from services.worker.step.slots import SlotTable
 
 if TYPE_CHECKING:
@@ -267,4 +267,4 @@ def _joined(outcomes: list[Outcome]) -> Outcome:
     if len(outcomes) == 1:
         return outcomes[0]
     parts, scored = zip(*outcomes, strict=True)
-    return concatenate(parts), [each for part in scored for each in part]
+    return Sampled.join(parts), [each for part in scored for each in part]

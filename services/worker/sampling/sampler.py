@@ -1,13 +1,13 @@
 """Sampling of tokens from hidden states with any mix of sampling settings, in slices of rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from services.worker.sampling.draw import draw
 from services.worker.sampling.grammars import RowMasks
-from services.worker.sampling.logprobs import RowLogprobs, join
+from services.worker.sampling.logprobs import row_logprobs
 from services.worker.sampling.penalties import penalise_
 from services.worker.sampling.thinking import force_, forced_tokens
 from services.worker.sampling.truncation import thresholds
@@ -46,21 +46,7 @@ def sample(
         part = slice(start, start + rows)
         inside = None if masks is None else masks.within(start, start + rows)
         parts.append(_sample_slice(to_logits(hidden[part]), slots[part], positions[part], table, tokens, inside))
-    return parts[0] if len(parts) == 1 else concatenate(parts)
-
-
-def concatenate(parts: Sequence[Sampled]) -> Sampled:
-    """Concatenate the results of consecutive parts of a batch."""
-    found = join([RowLogprobs(part.logprobs, part.top) for part in parts], [len(part.slots) for part in parts])
-    return Sampled(
-        np.concatenate([part.slots for part in parts]),
-        np.concatenate([part.token_ids for part in parts]),
-        np.concatenate([part.finite for part in parts]),
-        *found,
-    )
-
-
-NOTHING_SAMPLED = Sampled(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, bool))
+    return Sampled.join(parts)
 
 
 def _sample_slice(
@@ -100,7 +86,7 @@ def _sample_slice(
     processed = None
     if len(rows := np.flatnonzero(asked & table.processed[slots])):
         processed = rows, _distribution(drawn, lowest, rows, table.temperature[slots[rows]])
-    logprobs = RowLogprobs.of(logits, chosen, asked, table.top_logprobs[slots], processed)
+    logprobs = row_logprobs(logits, chosen, asked, table.top_logprobs[slots], processed)
     good = finite.cpu().numpy() & ~table.failed[slots]
     return Sampled(slots, chosen.cpu().numpy(), good, *logprobs)
 

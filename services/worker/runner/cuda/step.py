@@ -9,8 +9,7 @@ from services.worker.runner.cuda.ring import Place
 from services.worker.runner.cuda.scores import StepScores
 from services.worker.sampling.outcome import collect
 from services.worker.sampling.rows import SampleRows
-from services.worker.sampling.sampler import NOTHING_SAMPLED, concatenate
-from services.worker.step.output import Failure, Sampled, StepOutput
+from services.worker.step.output import NOTHING_SAMPLED, Failure, Sampled, StepOutput
 
 _NS_PER_MS = 1_000_000
 
@@ -77,7 +76,8 @@ class CudaStep:
         finite = (tokens >= 0) & ~failed[slots]
         if not finite.all():
             failed[slots[~finite]] = True
-        return _reorder(collect(slots, tokens, finite, self._rows, *self._extras), self._order)
+        sampled = collect(slots, tokens, finite, self._rows, *self._extras)
+        return sampled if self._order is None else sampled[self._order]
 
     def _measure(self) -> None:
         place, timing = self.place, self.timing
@@ -113,21 +113,8 @@ class CutStep:
             timing.sample += part.timing.sample
         scored = tuple(each for part in parts for each in part.scored)
         failures = {slot: failure for part in parts for slot, failure in part.failures.items()}
-        return StepOutput(self._step, concatenate(sampled) if sampled else NOTHING_SAMPLED, timing, scored, failures)
+        return StepOutput(self._step, Sampled.join(sampled), timing, scored, failures)
 
 
 def _ns(begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
     return int(begin.elapsed_time(end) * _NS_PER_MS)
-
-
-def _reorder(sampled: Sampled, order: np.ndarray | None) -> Sampled:
-    """Return the samples in ``order``: first the one at ``order[0]``."""
-    if order is None:
-        return sampled
-    return Sampled(
-        slots=sampled.slots[order],
-        token_ids=sampled.token_ids[order],
-        finite=sampled.finite[order],
-        logprobs=None if sampled.logprobs is None else sampled.logprobs[order],
-        top=None if sampled.top is None else sampled.top[order],
-    )
