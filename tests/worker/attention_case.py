@@ -127,17 +127,20 @@ class Case:
             self.groups, None if self.groups is None else put(prefix),
         )  # fmt: skip
 
-    def found(self, layer: int, splits: int | None = None, backend="triton", compiled=False):
-        """All tokens' output on the CPU, and the cache."""
+    def attention(self, cache: KvCache, backend="triton", compiled=False):
         from services.worker.attention.cuda import CudaAttention
 
-        cache = self.cache(self.cached, DEVICE)
         rotary = Rotary.__new__(Rotary)
         rotary.cos, rotary.sin = self.rotary.cos.to(DEVICE), self.rotary.sin.to(DEVICE)
-        attention = CudaAttention(
+        return CudaAttention(
             cache, self.heads, rotary, dtype=self.dtype, prefixes=backend, chunks=backend, windows=self.windows,
             compiled=compiled,
         )  # fmt: skip
+
+    def found(self, layer: int, splits: int | None = None, backend="triton", compiled=False):
+        """All tokens' output on the CPU, and the cache."""
+        cache = self.cache(self.cached, DEVICE)
+        attention = self.attention(cache, backend, compiled)
         step = attention.prepare(self.batch(), self.plain.page_table, put)
         if splits is not None:
             step._splits = [splits] * LAYERS

@@ -91,15 +91,16 @@ def test_programs_are_shared_by_short_contexts_only_as_far_as_that_pays():
     assert found == [1, 1, 4, 32, 32, 1, 1, 4, 6, 6, 1, 1, 3, 3, 3]
 
 
-def test_layers_of_a_step_run_one_after_the_other():
-    from services.worker.attention.triton_few import MOST_ROWS, FewRowsStep
+def test_layers_of_a_step_run_one_after_the_other(monkeypatch):
+    from services.worker.attention.cuda import FewRowsStep
+    from services.worker.attention.triton_few import MOST_ROWS
 
     case = FewCase(CONTEXTS, norm=True)
     batch, cache = case.batch(), case.cache(torch.float32, DEVICE)
     arrivals = torch.zeros(MOST_ROWS * case.kv_heads, dtype=torch.int32, device=DEVICE)
-    tables = case.rotary.cos.to(DEVICE), case.rotary.sin.to(DEVICE)
-    tokens = batch.token_slots, batch.positions, batch.page_table
-    step = FewRowsStep(cache, case.heads, tables, *tokens, arrivals, case.windows, [2, 2])
+    attention = case.attention(cache)
+    monkeypatch.setattr(attention, "layer_splits", lambda *_: [2, 2])
+    step = FewRowsStep(attention, batch, arrivals)
     for layer in (0, 1):
         expected, stored = case.expected(layer)
         output = step.run_qkv(layer, case.qkv.to(DEVICE), case.device_norms()).cpu()

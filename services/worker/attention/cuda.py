@@ -18,7 +18,6 @@ from services.worker.attention.flashinfer_spans import FlashInferSpans
 from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.spans import Spans
 from services.worker.attention.triton_decode import LONG_CONTEXT, PrefixState, choose_splits, decode_attention
-from services.worker.attention.triton_few import FewRowsStep
 from services.worker.attention.triton_spans import TritonSpans
 from services.worker.attention.triton_store import rotate_and_store
 from services.worker.described.config import Windows
@@ -155,11 +154,7 @@ class CudaAttention:
         ``tiles`` are the ``group_tiles`` of the groups, on the device, or None without groups.
         """
         if tiles is None and batch.decodes <= self._few_rows:
-            tokens = batch.token_slots, batch.positions, batch.page_table
-            splits = self.layer_splits(batch.decodes, batch.longest)
-            return self.active(
-                FewRowsStep(self.cache, self.heads, self.tables, *tokens, self._arrivals, self.windows, splits)
-            )
+            return self.active(FewRowsStep(self, batch, self._arrivals))
         groups = None if tiles is None else self._groups.planned(tiles, batch.page_table)  # type: ignore[union-attr]
         return self.active(CudaAttentionStep(self, batch, groups, None))
 
@@ -237,3 +232,23 @@ class CudaAttentionStep(PreallocatedAttentionStep):
             decode_attention(*paged, output, rows=decodes, prefix=prefix, window=window, splits=splits)
         if self._chunks is not None:
             self._chunks.run(queries, keys, values, output, None, window)
+
+
+class FewRowsStep(PreallocatedAttentionStep):
+    """Attention of one step of up to ``triton_few.MOST_ROWS`` decode rows. Its methods only launch kernels."""
+
+    def __init__(self, attention: CudaAttention, batch: CudaBatch, arrivals: torch.Tensor) -> None:
+        """``arrivals`` is from ``new_arrival_counters``."""
+        super().__init__(attention.heads * attention.head_dim)
+        self._attention, self._batch, self._arrivals = attention, batch, arrivals
+        self._splits = attention.layer_splits(batch.decodes, batch.longest)
+
+    def run_into(self, layer_index: int, qkv: torch.Tensor, norms: HeadNorms | None, output: torch.Tensor) -> None:
+        attention, batch = self._attention, self._batch
+        tokens = batch.token_slots, batch.positions, batch.page_table
+        cached = attention.cache.keys[layer_index], attention.cache.values[layer_index]
+        output = output.view(len(qkv), attention.heads, attention.head_dim)
+        window, splits = attention.windows[layer_index], self._splits[layer_index]
+        triton_few.few_attention(
+            qkv, *tokens, attention.tables, norms, *cached, output, self._arrivals, window=window, splits=splits
+        )

@@ -5,7 +5,6 @@ and ``triton_decode``. The last program of a row and kv head to finish merges th
 and values are requested before the projection is ready. Softmax uses base 2.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,11 +12,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.worker.attention.base import HeadNorms, RotatingAttentionStep
-from services.worker.attention.kv_cache import KvCache
+from services.worker.attention.base import HeadNorms
 from services.worker.attention.triton_decode import as_dtype
 from services.worker.attention.triton_store import round_to_cache
-from services.worker.described.config import Windows
 from services.worker.layers.fp8 import LARGEST
 from services.worker.layers.triton_overlap import overlapping, overlaps
 
@@ -54,44 +51,6 @@ def new_arrival_counters(kv_heads: int, device: torch.device) -> torch.Tensor:
     They are zero again after each layer, so all steps of a stream can share them.
     """
     return torch.zeros(MOST_ROWS * kv_heads, dtype=torch.int32, device=device)
-
-
-class FewRowsStep(RotatingAttentionStep):
-    """Attention of a step of up to ``MOST_ROWS`` decode rows. Its methods only launch kernels."""
-
-    def __init__(
-        self,
-        cache: KvCache,
-        heads: int,
-        tables: tuple[torch.Tensor, torch.Tensor],
-        token_slots: torch.Tensor,
-        positions: torch.Tensor,
-        page_table: torch.Tensor,
-        arrivals: torch.Tensor,
-        windows: Windows,
-        splits: Sequence[int],
-    ) -> None:
-        """Arguments are as in ``few_attention``. ``windows`` and ``splits`` have an entry per layer."""
-        self._cache, self._heads, self._tables = cache, heads, tables
-        self._tokens, self._arrivals = (token_slots, positions, page_table), arrivals
-        self._windows, self._splits = windows, splits
-
-    def run_qkv(self, layer_index: int, qkv: torch.Tensor, norms: HeadNorms | None) -> torch.Tensor:
-        keys, values = self._cache.keys[layer_index], self._cache.values[layer_index]
-        output = qkv.new_empty((qkv.shape[0], self._heads, keys.shape[-1]))
-        few_attention(
-            qkv,
-            *self._tokens,
-            self._tables,
-            norms,
-            keys,
-            values,
-            output,
-            self._arrivals,
-            window=self._windows[layer_index],
-            splits=self._splits[layer_index],
-        )
-        return output.flatten(1)
 
 
 @triton.jit
