@@ -10,14 +10,13 @@ from services.worker.layers.kernels import TorchKernels
 class CudaKernels(TorchKernels):
     """Operators for CUDA. Each launches one kernel, even without torch.compile."""
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        if x.dim() != 2 or not x.is_contiguous():
+    def norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if delta is None and (x.dim() != 2 or not x.is_contiguous()):
             return super().norm(x, weight, eps)
-        normed: torch.Tensor = torch.ops.tokasaurus.norm(x, None, weight, eps)
-        return normed
-
-    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        normed: torch.Tensor = torch.ops.tokasaurus.norm(x, delta.contiguous(), weight, eps)
+        contiguous = None if delta is None else delta.contiguous()
+        normed: torch.Tensor = torch.ops.tokasaurus.norm(x, contiguous, weight, eps)
         return normed
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:

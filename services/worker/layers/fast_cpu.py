@@ -100,16 +100,17 @@ class FastCpuKernels(LayerKernels):
     def __init__(self) -> None:
         self._add_norm, self._norm, self._gate, self._rotate = compiled()
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if delta is not None:
+            output = np.empty(x.shape, np.float32)
+            self._add_norm(x.numpy(), delta.numpy(), weight.numpy(), eps, output)
+            return torch.from_numpy(output)
         rows = x.reshape(-1, x.shape[-1]).contiguous()  # x may be a view of some of the heads
         output = np.empty(rows.shape, np.float32)
         self._norm(rows.numpy(), weight.numpy(), eps, output)
         return torch.from_numpy(output).view(x.shape)
-
-    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        output = np.empty(x.shape, np.float32)
-        self._add_norm(x.numpy(), delta.numpy(), weight.numpy(), eps, output)
-        return torch.from_numpy(output)
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         output = np.empty((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)

@@ -12,12 +12,13 @@ class LayerKernels(ABC):
     """Operators between matrix products. They have no state, and any thread may use them."""
 
     @abstractmethod
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return ``x / rms(x) * weight`` over the last dimension of ``x [tokens, .., size]``, contiguous or not."""
+    def norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return ``x / rms(x) * weight`` over the last dimension of ``x [tokens, .., size]``, contiguous or not.
 
-    @abstractmethod
-    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Add ``delta`` to ``x`` in place, both ``[tokens, size]``, and return the ``norm`` of the sum."""
+        If ``delta`` is given, both are ``[tokens, size]``, and ``delta`` is first added to ``x`` in place.
+        """
 
     @abstractmethod
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -34,9 +35,8 @@ class LayerKernels(ABC):
     def norm_quantized(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> Quantized:
-        """Return ``norm``, or with a ``delta`` ``add_norm``, quantized."""
-        normed = self.norm(x, weight, eps) if delta is None else self.add_norm(x, delta, weight, eps)
-        return self.quantize(normed)
+        """Return ``norm``, quantized."""
+        return self.quantize(self.norm(x, weight, eps, delta))
 
     def quantize(self, x: torch.Tensor) -> Quantized:
         """Quantize ``x [tokens, size]`` for an fp8 product."""
@@ -46,12 +46,12 @@ class LayerKernels(ABC):
 class TorchKernels(LayerKernels):
     """Reference implementation for any device and dtype. torch.compile can fuse it."""
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if delta is not None:
+            x += delta
         return F.rms_norm(x, weight.shape, weight, eps)
-
-    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        x += delta
-        return self.norm(x, weight, eps)
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

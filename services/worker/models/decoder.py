@@ -119,7 +119,7 @@ class DecoderLayer(nn.Module):
         """Return ``x + delta`` normalised, and quantized if the layer is. ``delta`` is added to ``x`` in place."""
         if self.quantizes:
             return self.kernels.norm_quantized(x, delta, weight, self.eps)
-        return normed(self.kernels, x, delta, weight, self.eps)
+        return self.kernels.norm(x, weight, self.eps, delta)
 
     def _add(
         self, last: AnyLinear, values: torch.Tensor | Quantized, x: torch.Tensor, exchange: Exchange
@@ -251,7 +251,7 @@ class DecoderModel(nn.Module):
             x, delta = self.run_layer(layer, index, x, delta, cos, sin, attention, kept, exchange, tokens)
         if not self.last:
             return x if delta is None else x.add_(delta)
-        hidden = normed(self.kernels, x, delta, self.norm, self.config.norm_eps)  # type: ignore[arg-type]  # set on the last stage
+        hidden = self.kernels.norm(x, self.norm, self.config.norm_eps, delta)  # type: ignore[arg-type]  # set on the last stage
         return hidden if keep is not None else exchange.complete(hidden, tokens)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -275,10 +275,3 @@ class DecoderModel(nn.Module):
     def names_of_other_ranks(self) -> set[str]:
         """Return the names of checkpoint tensors that only other ranks need."""
         return checkpoint_shapes(self.config).keys() - self.targets().keys()
-
-
-def normed(
-    kernels: LayerKernels, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """Add ``delta`` to ``x`` in place, and return the RMS norm of the sum, scaled by ``weight``."""
-    return kernels.norm(x, weight, eps) if delta is None else kernels.add_norm(x, delta, weight, eps)
