@@ -1,8 +1,8 @@
 """Decoder-only transformer over a flattened batch of tokens, for all supported architectures."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -158,17 +158,6 @@ class DecoderLayer(nn.Module):
 # Runs the layer that is its first argument on the arguments of ``DecoderLayer.forward``.
 RunLayer = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
-if TYPE_CHECKING:
-
-    class DecoderLayers(nn.ModuleList):
-        """Type of the module list, for type checkers."""
-
-        def __iter__(self) -> Iterator[DecoderLayer]: ...
-
-        def __getitem__(self, index: int) -> DecoderLayer: ...  # type: ignore[override]  # slices, too
-else:
-    DecoderLayers = nn.ModuleList
-
 
 class DecoderModel(nn.Module):
     """The share of a model that a rank holds. ``models.weights`` fills the weights, which are then read-only."""
@@ -202,10 +191,11 @@ class DecoderModel(nn.Module):
         self.layer_range = stage
         self.windows: Windows = self.local.windows
         with torch.device(device), _default_dtype(dtype):
-            self.layers = DecoderLayers(
+            modules = (
                 DecoderLayer(self.local, layer, kernels, linear, adds_in_product, adds_bias=ranks.tp_rank == 0)
                 for layer in self.local.layers
             )
+            self.layers = cast("Sequence[DecoderLayer]", nn.ModuleList(modules))
             self.norm = _norm_weight(config) if self.last else None
             self.quantizes = self.layers[0].quantizes
             self.vocabulary = VocabularyLayers(
