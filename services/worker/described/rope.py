@@ -57,7 +57,18 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeSettings:
     for name in _NEEDED.get(kind, ()):
         if settings.values.get(name) is None and not (kind == "yarn" and name in settings.values):
             raise InvalidRequest(f"config.json: rope type {kind!r} needs {name}, which is missing", field="model")
-    return _READERS[kind](theta, settings, config, head_dim)
+    match kind:
+        case "linear":
+            return RopeSettings("linear", theta, rope_factor(settings) or 1.0)
+        case "dynamic":
+            return RopeSettings("dynamic", theta, rope_factor(settings) or 1.0, max_positions(config))
+        case "llama3":
+            return _llama3(theta, settings)
+        case "yarn":
+            return _yarn(theta, settings, config)
+        case "longrope":
+            return _longrope(theta, settings, config, head_dim)
+    return RopeSettings("default", theta)
 
 
 def has_long_factors(rope: RopeSettings, max_tokens: int) -> bool:
@@ -77,19 +88,7 @@ def describe_scaling(rope: RopeSettings, max_tokens: int) -> str:
     return "none" if rope.kind == "default" else f"factor {rope.factor:g}"
 
 
-def _default(theta: float, settings: JsonObject, config: Mapping[str, Any], head_dim: int) -> RopeSettings:
-    return RopeSettings("default", theta)
-
-
-def _linear(theta: float, settings: JsonObject, config: Mapping[str, Any], head_dim: int) -> RopeSettings:
-    return RopeSettings("linear", theta, rope_factor(settings) or 1.0)
-
-
-def _dynamic(theta: float, settings: JsonObject, config: Mapping[str, Any], head_dim: int) -> RopeSettings:
-    return RopeSettings("dynamic", theta, rope_factor(settings) or 1.0, max_positions(config))
-
-
-def _llama3(theta: float, settings: JsonObject, config: Mapping[str, Any], head_dim: int) -> RopeSettings:
+def _llama3(theta: float, settings: JsonObject) -> RopeSettings:
     low, high = (settings.number(f"{name}_freq_factor", least=1e-6, most=_MOST) for name in ("low", "high"))
     if low >= high:
         raise settings.wrong("low_freq_factor", f"less than high_freq_factor={high:g}")
@@ -99,7 +98,7 @@ def _llama3(theta: float, settings: JsonObject, config: Mapping[str, Any], head_
     )
 
 
-def _yarn(theta: float, settings: JsonObject, config: Mapping[str, Any], head_dim: int) -> RopeSettings:
+def _yarn(theta: float, settings: JsonObject, config: Mapping[str, Any]) -> RopeSettings:
     original, factor = settings.values["original_max_position_embeddings"], rope_factor(settings)
     if factor is None:
         factor = max_positions(config) / original
@@ -161,12 +160,4 @@ _NEEDED = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
-}
-_READERS = {
-    "default": _default,
-    "linear": _linear,
-    "dynamic": _dynamic,
-    "yarn": _yarn,
-    "longrope": _longrope,
-    "llama3": _llama3,
 }
