@@ -6,6 +6,7 @@ import contextlib
 import sys
 import uuid
 from collections.abc import Callable
+from dataclasses import asdict
 
 import structlog
 
@@ -134,26 +135,14 @@ def describe(booted: Booted, config: WorkerConfig) -> worker_pb2.WorkerInfo:
         model=booted.model,
         incarnation_id=uuid.uuid4().hex if booted.group is None else booted.group.incarnation_id,
         contract_version=CONTRACT_VERSION,
-        page_size=limits.page_size,
-        page_count=limits.page_count,
-        max_slots=limits.max_slots,
-        max_tokens_per_step=limits.max_tokens_per_step,
-        max_context_tokens=limits.max_context_tokens,
-        vocab_size=limits.vocab_size,
-        max_top_logprobs=limits.most_top_logprobs,
         max_plans_in_flight=MAX_PLANS_IN_FLIGHT,
-        hydragen=limits.hydragen,
-        max_micro_batches=limits.max_micro_batches,
-        prompt_logprobs=limits.prompt_logprobs,
-        grammars=limits.grammars,
-        processed_logprobs=limits.processed_logprobs,
-        thinking_budgets=limits.thinking_budgets,
         tensor_parallel=worker_pb2.Rank(rank=ranks.tp_rank, size=ranks.tp_size),
         pipeline_parallel=worker_pb2.Rank(rank=ranks.pp_rank, size=ranks.pp_size),
         data_parallel_rank=config.dp_rank,
         device=booted.device,
         dtype=booted.dtype,
         choices=[worker_pb2.Choice(**each._asdict()) for each in booted.choices],
+        **asdict(limits) | {"max_top_logprobs": limits.most_top_logprobs},  # fields of the same names
     )
 
 
