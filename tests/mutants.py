@@ -1,18 +1,19 @@
 """Change one operator or constant at a time, and count how often the tests of its package fail: ``make mutants``.
 
 ``make mutants room=core count=40 seed=7`` tries 40 changes of one package. Without ``room`` it tries ``count`` changes
-of each. It works on a copy of the tree, prints each change that no test notices, and the share that one does.
+of each. It works on a copy of the tree, prints each change that no test notices, and the share that one does. The same
+seed gives the same changes of the same code. ``tests/rooms.py`` lists the packages and their tests.
 Runs in the environment of ``make mutants``, which has cosmic-ray and none of the project's packages.
 """
 
 import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 
 from cosmic_ray.commands.init import init
@@ -20,36 +21,10 @@ from cosmic_ray.modules import find_modules
 from cosmic_ray.mutating import mutate_and_test
 from cosmic_ray.work_db import use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome
+from rooms import ROOMS, ROOT, Room
 
-ROOT = Path(__file__).parents[1]
 _NOT_COPIED = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "shared")
 _UNIONS = "core/ReplaceBinaryOperator_BitOr"  # of types, nearly all of them
-
-
-@dataclass(frozen=True)
-class Room:
-    """A package, and the tests that hold it."""
-
-    path: str
-    tests: tuple[str, ...]
-
-
-ROOMS = {
-    "core": Room("services/scheduler/core", ("tests/scheduler/core",)),
-    "api": Room("services/scheduler/api", ("tests/scheduler",)),
-    "engine": Room(
-        "services/gateway/engine",
-        (
-            *(f"tests/gateway/test_{name}.py" for name in ("session", "generation", "failover", "lost_schedulers")),
-            *(f"tests/gateway/test_{name}.py" for name in ("routing", "fleet", "seats", "numbers", "text", "poison")),
-            *(f"tests/gateway/test_{name}.py" for name in ("recovery", "completions", "streaming", "metrics", "trace")),
-        ),
-    ),
-    "launcher": Room(
-        "services/launcher/supervisor.py",
-        ("tests/launcher/test_supervisor.py", "tests/launcher/test_supervised_poison.py"),
-    ),
-}
 
 
 def sample(path: Path, count: int, draw: random.Random) -> list[MutationSpec]:
@@ -65,9 +40,20 @@ def sample(path: Path, count: int, draw: random.Random) -> list[MutationSpec]:
     return [draw.choice(found) for found in draw.sample(mutations, min(count, len(mutations)))]
 
 
+def check_tests(pytest: str, room: Room) -> None:
+    """Exit with an error if a file of the room's tests has no test that runs."""
+    command = f"{pytest} --collect-only {' '.join(room.test_files())}"
+    collected = subprocess.run(command.split(), capture_output=True, text=True).stdout
+    files = {line.partition("::")[0] for line in collected.splitlines() if "::" in line}
+    if empty := [file for file in room.test_files() if file not in files]:
+        raise SystemExit(f"tests/rooms.py: {', '.join(empty)} have no tests that run; correct or remove them")
+
+
 def try_room(room: Room, count: int, draw: random.Random) -> tuple[int, int]:
     """Return the numbers of mutants that were killed and that were tried. Print those that survive."""
-    command = f"{ROOT}/.venv/bin/python -m pytest -n 0 -x -q -p no:cacheprovider {' '.join(room.tests)}"
+    pytest = f"{ROOT}/.venv/bin/python -m pytest -n 0 -x -p no:cacheprovider"
+    check_tests(pytest, room)
+    command = f"{pytest} {' '.join(room.test_files())}"
     begun = time.monotonic()
     if os.system(f"{command} > baseline.log 2>&1") != 0:
         raise SystemExit(f"the tests of {room.path} fail without a change: {Path('baseline.log').read_text()[-2000:]}")
@@ -76,14 +62,15 @@ def try_room(room: Room, count: int, draw: random.Random) -> tuple[int, int]:
     mutations = sample(Path(room.path), count, draw)
     for number, mutation in enumerate(mutations, 1):
         result = mutate_and_test([mutation], command, timeout_s)
-        if result.test_outcome is None:
+        if result.test_outcome not in (TestOutcome.KILLED, TestOutcome.SURVIVED):
             raise SystemExit(f"{mutation} could not be tried: {result.output}")
-        survived = result.test_outcome == TestOutcome.SURVIVED
-        killed += not survived
         place = f"{mutation.module_path}:{mutation.start_pos[0]}"
-        print(f"{number}/{len(mutations)} {'SURVIVED' if survived else 'killed'} {place}", flush=True)
-        if survived:
-            print(result.diff, flush=True)
+        if result.test_outcome == TestOutcome.SURVIVED:
+            print(f"{number}/{len(mutations)} SURVIVED {place}\n{result.diff}", flush=True)
+            continue
+        killed += 1
+        failed = next((line for line in (result.output or "").splitlines() if line.startswith(("FAILED", "ERROR"))), "")
+        print(f"{number}/{len(mutations)} killed {place} {failed[:160] or (result.output or '')[-80:]}", flush=True)
     return killed, len(mutations)
 
 
@@ -91,7 +78,7 @@ def main() -> None:
     """Try ``count`` mutants of each room, or of one."""
     flags = {"count": "20", "seed": "0", "room": ""} | dict(word.split("=", 1) for word in sys.argv[1:])
     names = [flags["room"]] if flags["room"] else list(ROOMS)
-    draw, figures = random.Random(int(flags["seed"])), {}
+    figures = {}
     with tempfile.TemporaryDirectory(prefix="toka-mutants-") as directory:
         copy = Path(directory, "tree")
         shutil.copytree(ROOT, copy, ignore=_NOT_COPIED, symlinks=True)
@@ -99,7 +86,7 @@ def main() -> None:
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # a change within one second could go unnoticed
         os.environ["PYTHONPATH"] = f"{copy}:{copy}/protos"
         for name in names:
-            figures[name] = try_room(ROOMS[name], int(flags["count"]), draw)
+            figures[name] = try_room(ROOMS[name], int(flags["count"]), random.Random(f"{flags['seed']} {name}"))
     for name, (killed, tried) in figures.items():
         print(f"{name:10} {killed} of {tried} killed")
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.rooms import ROOMS, Room
+
 ROOT = Path(__file__).parents[2]
 SOURCES = ("services", "protos", "tests", "bench", "training", "docs", "docker", "examples")
 MOST_LINES = 400
@@ -51,3 +53,15 @@ def test_the_hooks_before_a_commit_can_be_read_and_fetch_nothing(tmp_path):
     checked = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert {line.strip() for line in config.read_text().splitlines() if "repo:" in line} == {"- repo: local"}
+
+
+def test_mutants_are_tried_with_tests_that_exist():
+    for room in ROOMS.values():
+        assert (ROOT / room.path).exists()
+        assert room.test_files()
+
+
+def test_a_room_that_names_a_test_that_does_not_exist_is_an_error():
+    room = Room("services/scheduler/core", ("tests/scheduler/core/test_*.py", "tests/scheduler/test_forgotten.py"))
+    with pytest.raises(LookupError, match=r"tests/scheduler/test_forgotten\.py, .* matches no file"):
+        room.test_files()
