@@ -31,7 +31,7 @@ from services.launcher.readiness import wait_until_ready
 log = structlog.get_logger(__name__)
 
 _SETTLED_S = 10.0  # a unit that was ready for this time is restarted with the first pause
-_FIRST_PAUSE_S = 0.1  # doubles with each earlier failure in a row
+FIRST_PAUSE_S = 0.1  # doubles with each earlier failure in a row
 _LONGEST_PAUSE_S = 2.0  # of a unit that was ready: a few failures identify a poisoned request, while others wait
 _LONGEST_START_PAUSE_S = 30.0  # of a unit that failed during its start
 SHUTDOWN_MARGIN_S = 3.0  # for children to exit after the drain
@@ -201,7 +201,7 @@ class Unit:
         self._children = children
         self._peer_grace_s = peer_grace_s
         self._served = False
-        self._pause_s = _FIRST_PAUSE_S
+        self._pause_s = FIRST_PAUSE_S
 
     async def run(self) -> None:
         """Start the processes and restart them. Raises ``Unavailable`` if they exit before they were ever ready."""
@@ -214,7 +214,7 @@ class Unit:
             if cause.on_request:
                 log.info("child was stopped and is started again", child=cause.name, peers=peers)
             else:
-                self._pause_s = _next_pause(self._pause_s, cause.served_s)
+                self._pause_s = next_pause(self._pause_s, cause.served_s)
                 facts = {"child": cause.name, "reason": cause.reason, "in_s": self._pause_s, "peers": peers}
                 log.error("child exited and is started again", **facts)
                 await asyncio.sleep(self._pause_s)
@@ -236,11 +236,11 @@ class Unit:
         return next((each for each in exits if each.status != PEER_LOST_STATUS), exits[0])
 
 
-def _next_pause(before_s: float, served_s: float | None) -> float:
+def next_pause(before_s: float, served_s: float | None) -> float:
     """Return the pause before a restart, given the pause before and ``ChildExit.served_s``."""
     if served_s is None:
         return min(2 * before_s, _LONGEST_START_PAUSE_S)
-    return _FIRST_PAUSE_S if served_s >= _SETTLED_S else min(2 * before_s, _LONGEST_PAUSE_S)
+    return FIRST_PAUSE_S if served_s >= _SETTLED_S else min(2 * before_s, _LONGEST_PAUSE_S)
 
 
 async def supervise(

@@ -26,7 +26,7 @@ class FakeWorkerSpec(ChildSpec):
 
 @pytest.mark.timeout(120)
 async def test_a_deployment_outlives_requests_that_kill_its_worker_again_and_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.0)  # and so are those after it
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)  # and so are those after it
     others_children = set(psutil.Process().children())
     port, grpc_port = free_port(), free_port()
     config = ChosenDeploymentConfig(port=port, grpc_port=grpc_port, store_dir=str(tmp_path / "store"))

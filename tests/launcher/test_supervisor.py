@@ -12,7 +12,7 @@ from services.common.errors import Unavailable
 from services.common.process.service import Stop
 from services.launcher import supervisor
 from services.launcher.deployment import ChildSpec
-from services.launcher.supervisor import Child, Unit
+from services.launcher.supervisor import FIRST_PAUSE_S, Child, Unit, next_pause
 from tests.gateway.deployment import eventually_async
 
 
@@ -34,13 +34,29 @@ class EscapingSpec(ChildSpec):
     module = "tests.launcher.escaping"
 
 
+class CountingSpec(ChildSpec):
+    """Its process writes twenty lines, and ends."""
+
+    module = "tests.launcher.counting"
+
+
 class RankSpec(ChildSpec):
     module = "tests.launcher.rank"
 
 
 @pytest.fixture
-async def child(tmp_path):
-    child = Child(ForkingSpec("forking", "worker", f"unix:{tmp_path}/nobody.sock", ()))
+def lines() -> list[bytes]:
+    """The lines that ``child`` has written to its stderr."""
+    return []
+
+
+@pytest.fixture
+async def child(tmp_path, lines):
+    def forward(line: bytes) -> None:
+        lines.append(line)
+        supervisor.write_line(line)
+
+    child = Child(ForkingSpec("forking", "worker", f"unix:{tmp_path}/nobody.sock", ()), forward=forward)
     yield child
     await child.stop()
 
@@ -64,10 +80,10 @@ def is_gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-async def started(child: Child) -> psutil.Process:
+async def started(lines: list[bytes]) -> psutil.Process:
     """The process that the child has started."""
-    await eventually_async(lambda: child._last_lines)
-    return psutil.Process(int(child._last_lines[0]))
+    await eventually_async(lambda: lines)
+    return psutil.Process(int(lines[0]))
 
 
 async def all_ready(children: list[Child]) -> set[int]:
@@ -82,9 +98,9 @@ async def ended(run: asyncio.Task) -> None:
     await asyncio.gather(run, return_exceptions=True)
 
 
-async def test_a_dead_child_is_noticed_though_what_it_started_lives(child):
+async def test_a_dead_child_is_noticed_though_what_it_started_lives(child, lines):
     run = asyncio.create_task(Unit([child]).run())
-    inner = await started(child)
+    inner = await started(lines)
     child.process.kill()
     with pytest.raises(Unavailable, match="was killed by SIGKILL before it was ready"):
         await asyncio.wait_for(run, 30)
@@ -100,21 +116,32 @@ async def test_a_line_that_does_not_end_holds_nobody_up(child, tmp_path, monkeyp
     assert capfd.readouterr().err.count("x") == 1_000_000
 
 
+async def test_the_reason_of_a_failed_start_ends_with_the_last_lines(child, lines, tmp_path):
+    child.spec = CountingSpec("counting", "worker", f"unix:{tmp_path}/nobody.sock", ())
+    with pytest.raises(Unavailable) as failed:
+        await asyncio.wait_for(Unit([child]).run(), 30)
+    first, *last = failed.value.message.splitlines()
+    assert first == "counting exited with status 3 before it was ready"
+    assert last == [f"  line {number}" for number in range(12, 20)]
+    assert lines == [b"line %d\n" % number for number in range(20)]
+
+
 async def test_the_stderr_of_a_dead_child_is_closed_though_somebody_has_it(child, tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "_READ_S", 0.1)
     child.spec = EscapingSpec("escaping", "worker", f"unix:{tmp_path}/nobody.sock", ())
+    before = psutil.Process().num_fds()
     child_exit = await asyncio.wait_for(child.run_once(), 30)
     escaped = psutil.Process(int(child_exit.last_lines[0]))
     try:
         assert escaped.is_running()
-        assert child._stderr.is_closing()
+        await eventually_async(lambda: psutil.Process().num_fds() <= before)
     finally:
         escaped.kill()
 
 
-async def test_stopping_a_child_ends_what_it_started(child):
+async def test_stopping_a_child_ends_what_it_started(child, lines):
     run = asyncio.create_task(Unit([child]).run())
-    inner = await started(child)
+    inner = await started(lines)
     await ended(run)
     await child.stop()
     assert child.process.returncode is not None
@@ -167,9 +194,9 @@ async def test_who_has_served_once_is_started_again_however_often_it_dies_before
 
 def pauses(*lives: float | None) -> list[float]:
     """Behind lives that served for so long; None: they were not ready."""
-    pause_s, found = supervisor._FIRST_PAUSE_S, []
+    pause_s, found = FIRST_PAUSE_S, []
     for served_s in lives:
-        pause_s = supervisor._next_pause(pause_s, served_s)
+        pause_s = next_pause(pause_s, served_s)
         found.append(pause_s)
     return found
 
@@ -181,9 +208,9 @@ def test_who_hardly_serves_waits_longer_each_time_and_who_does_not_at_all_longes
     assert pauses(*[None] * 9, 1.0) == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30, 2]
 
 
-async def test_a_child_that_does_not_end_is_killed_at_once_when_it_has_to_be(child):
+async def test_a_child_that_does_not_end_is_killed_at_once_when_it_has_to_be(child, lines):
     run, stop = asyncio.create_task(Unit([child]).run()), Stop()
-    await started(child)
+    await started(lines)
     child.process.send_signal(signal.SIGSTOP)  # it will not hear
     await ended(run)
     stop.at_once.set()
