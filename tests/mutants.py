@@ -51,7 +51,7 @@ def check_tests(pytest: str, room: Room) -> None:
 
 def try_room(room: Room, count: int, draw: random.Random) -> tuple[int, int]:
     """Return the numbers of mutants that were killed and that were tried. Print those that survive."""
-    pytest = f"{ROOT}/.venv/bin/python -m pytest -n 0 -x -p no:cacheprovider"
+    pytest = f"{ROOT}/.venv/bin/python -m pytest -n 0 -x -p no:cacheprovider --hypothesis-profile=unshrunk"
     check_tests(pytest, room)
     command = f"{pytest} {' '.join(room.test_files())}"
     begun = time.monotonic()
