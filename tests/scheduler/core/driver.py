@@ -7,7 +7,6 @@ import numpy as np
 
 from services.common.plan.codec import decode_result, encode_plan
 from services.common.plan.types import SamplingSettings, WorkerLimits
-from services.scheduler.core.memory.prefix_tree import UNNAMED
 from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.policy import Policy
@@ -171,8 +170,8 @@ def _stops(request: Request, generated: list[int]) -> bool:
 def check(core: Scheduler) -> None:
     """Every page has exactly its holders, and every count is what it counts."""
     state, pool, slots, tree = core.state, core.state.pool.pages, core.state.pool.slots, core.state.pool.tree
-    nodes = [node for node in range(1, tree.top) if tree._keys[node] is not UNNAMED]
-    in_tree = {page: node for node in nodes for page in tree._pages[node].tolist()}
+    nodes = tree.nodes()
+    in_tree = {page: node for node, pages in nodes.items() for page in pages.tolist()}
     assert len(in_tree) == sum(int(tree.size[node]) for node in nodes), "a page in two nodes"
     users, owners = Counter(), Counter()
     for slot in np.flatnonzero(slots.active).tolist():
@@ -196,7 +195,7 @@ def check(core: Scheduler) -> None:
     assert tree.users[0] == users[0]
     assert not owners or max(owners.values()) == 1, "a page with two owners"
     held = {page for page, node in in_tree.items() if tree.users[node]}
-    free = pool._free[: pool.free].tolist()
+    free = pool.free_pages.tolist()
     assert len(set(free)) == len(free)
     assert not set(free) & (set(owners) | set(in_tree))
     assert not set(owners) & set(in_tree)

@@ -54,6 +54,19 @@ def test_a_request_of_another_key_completes_in_few_and_short_steps(steps):
     check_all(busy)
 
 
+def test_prompts_of_two_keys_share_each_step_though_nothing_waits():
+    shared = driver()
+    for key in ("one", "other"):
+        shared.submit([3 + len(key)] * 300, max_tokens=4, fairness_key=key)
+    shared.step()
+    assert not shared.core.state.queue.waiting
+    shared.run()
+    begun, continued = shared.plans[1:3]
+    assert begun.batch.token_counts.tolist() == [64, 64]
+    assert continued.batch is None  # the same again
+    check_all(shared)
+
+
 def test_a_request_of_another_key_takes_a_slot_at_once_and_the_busy_key_gets_it_back():
     busy = driver()
     lines = flood(busy, 64)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -197,31 +198,36 @@ def test_a_gap_is_the_first_that_is_long_enough(full, length):
     assert _first_gap(np.array(full, bool), length) == expected
 
 
-class Watched(AdmissionControl):
-    """Remembers the forecast with what it let in."""
+@contextlib.contextmanager
+def admissions() -> Iterator[list[tuple[np.ndarray, bool]]]:
+    """The forecasts with what admission let in meanwhile, and whether it let samples in in their order."""
+    seen, select = [], AdmissionControl.select
 
-    def select(self, candidates, classes):
-        chosen = super().select(candidates, classes)
-        self.last = self.forecast_for(candidates).with_candidates(candidates.take(chosen))
-        self.in_order = len(chosen) == 0 or chosen[-1] == len(chosen) - 1
-        Watched.latest = self
+    def watched(self, candidates, classes):
+        chosen = select(self, candidates, classes)
+        curve = self.forecast_for(candidates).with_candidates(candidates.take(chosen))
+        seen.append((curve, len(chosen) == 0 or chosen[-1] == len(chosen) - 1))
         return chosen
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(AdmissionControl, "select", watched)
+        yield seen
 
 
 def check_admission_is_as_forecast(driver: Driver) -> None:
     """Build a plan: the curve behind it is the one that admission saw with what it let in."""
-    driver.core._planner._prefill._admission = Watched
-    Watched.latest = None
     while driver.core.plans_in_flight:
         driver.answer()
     state = driver.core.state
     shares = dict(state.pool.sharing)
-    driver.plan()
-    if Watched.latest is not None and not state.pool.prefilling and shares.keys() <= state.pool.sharing.keys():
+    with admissions() as seen:
+        driver.plan()
+    if seen and not state.pool.prefilling and shares.keys() <= state.pool.sharing.keys():
         curve = curve_of(driver)
-        expected = Watched.latest.last[: len(curve)]
+        forecast, in_order = seen[-1]
+        expected = forecast[: len(curve)]
         # A sample that passed another may get more of this step than the queue's order gave it, and end sooner.
-        assert (expected == curve).all() if Watched.latest.in_order else (expected >= curve).all()
+        assert (expected == curve).all() if in_order else (expected >= curve).all()
 
 
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck))

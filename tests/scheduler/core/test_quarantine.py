@@ -6,8 +6,8 @@ import pytest
 
 from services.common.errors import Internal
 from services.scheduler.core.life.intake import CANARY_ID
+from services.scheduler.core.memory.prefix_tree import PrefixTree
 from services.scheduler.core.request import AdmissionMode, FinishReason
-from services.scheduler.core.step.prefill import Prefill
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import SINK, Driver, check
 
@@ -240,14 +240,14 @@ def test_other_samples_are_in_the_plan_in_which_the_last_suspect_ends(end, monke
         driver.lose_worker()
     other = driver.submit([8] * 5, max_tokens=40)
     if end == "broken":
-        original = Prefill._entry
+        original = PrefixTree.match
 
-        def breaking(self, plan, sample, claimed):
-            if sample.handle == suspect:
+        def breaking(self, tokens, *how):
+            if tokens[0] == 9:  # of the suspect
                 raise RuntimeError("injected")
-            return original(self, plan, sample, claimed)
+            return original(self, tokens, *how)
 
-        monkeypatch.setattr(Prefill, "_entry", breaking)
+        monkeypatch.setattr(PrefixTree, "match", breaking)
     else:
         driver.requests[suspect].limit = 10**6
     assert driver.core.state.queue.quarantined is not None

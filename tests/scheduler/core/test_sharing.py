@@ -9,6 +9,7 @@ from services.common.plan.result_rules import BrokenResult
 from services.common.plan.top_logprobs import TopLogprobs
 from services.common.plan.types import SamplingSettings
 from services.scheduler.core.future import estimate
+from services.scheduler.core.life.intake import Intake
 from services.scheduler.core.memory.prefix_tree import ROOT
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import FinishReason, Priority
@@ -269,7 +270,7 @@ def test_more_samples_than_the_queue_can_ever_hold_are_rejected_without_a_retry_
 
 def test_the_retry_time_is_longer_for_more_samples():
     driver = Driver(SHAPE, max_queued=100)
-    retry_after_s = driver.core._intake.retry_after_s
+    retry_after_s = Intake(driver.core.state, driver.core.deadlines).retry_after_s
     assert retry_after_s(1, 1.0) == 2.0  # nothing runs: there may be no worker
     driver.submit(PROMPT, n=4, max_tokens=30)
     for _ in range(3):
@@ -337,10 +338,10 @@ def test_a_sequence_the_worker_cannot_compute_ends_alone():
 
 def test_a_forecast_behind_a_long_queue_looks_at_a_bounded_number_of_steps(monkeypatch):
     looked = []
-    first_fit = estimate.Placement._first_fit
+    first_fit = estimate.Placement.first_fit
     monkeypatch.setattr(
         estimate.Placement,
-        "_first_fit",
+        "first_fit",
         lambda self, *parts: looked.append(len(self.pages)) or first_fit(self, *parts),
     )
     monkeypatch.setattr(estimate, "_MOST_CELLS", 5000)

@@ -119,7 +119,7 @@ class Placement:
             if index < _PLACED and cells < _MOST_CELLS:
                 cells += len(self.pages)
                 needed = -(-(sample.given + length - 1) // shape.page_size)
-                at = self._first_fit(at, needed, length)
+                at = self.first_fit(at, needed, length)
                 at = max(at, prefill // shape.max_tokens_per_step)
                 self._add(at, length, needed)
                 begins, placed = at, index + 1
@@ -132,7 +132,7 @@ class Placement:
         """Return the tokens to compute before a sample decodes. Samples of a request share their prompt."""
         return 1 if before is not None and before.request is sample.request else sample.given
 
-    def _first_fit(self, at: int, needed: int, length: int) -> int:
+    def first_fit(self, at: int, needed: int, length: int) -> int:
         """Return the first step from ``at`` on after which ``needed`` pages and a slot stay free."""
         self._extend(at + length)
         total, most = self._state.pool.pages.size, self._state.pool.shape.max_running

@@ -35,6 +35,11 @@ class PagePool:
         """The number of cached pages."""
         return self.size - self.free - self.in_use
 
+    @property
+    def free_pages(self) -> np.ndarray:
+        """The free pages: int32 ``[free]``."""
+        return self._free[: self.free]
+
     def take(self, count: int) -> np.ndarray:
         """Return ``count`` pages for one owner each: int32. If too few are free, evict cached pages.
 

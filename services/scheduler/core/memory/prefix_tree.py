@@ -82,6 +82,10 @@ class PrefixTree:
             node = int(self.parent[node])
         return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int32), *parts[::-1]])
 
+    def nodes(self) -> dict[int, np.ndarray]:
+        """Return the pages of each node but the root: int32 ``[size]``."""
+        return {node: self._pages[node] for node in self._nodes.values()}
+
     def attach(self, node: int, count: int = 1) -> None:
         """Attach ``count`` more sequences to ``node``."""
         users = self.users

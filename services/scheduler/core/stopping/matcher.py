@@ -84,6 +84,11 @@ class StopMatcher:
             self._drop_unused(_UNUSED_CELLS)
 
     @property
+    def nbytes(self) -> int:
+        """Size of the tables of transitions and of rows, in bytes."""
+        return self._cells.nbytes + self._rows.nbytes
+
+    @property
     def in_use(self) -> bool:
         """True if an automaton has users."""
         return len(self._bases) > len(self._unused)
