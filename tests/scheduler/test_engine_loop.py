@@ -12,9 +12,11 @@ from services.common.plan.types import SamplingSettings
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import FinishReason, Request
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.engine import loop
 from services.scheduler.engine.events import Accepted, Rejected
 from services.scheduler.engine.inbox import MOST_SUBMITTED, Inbox
 from services.scheduler.engine.loop import EngineLoop
+from services.scheduler.engine.step_timeout import StepTimeout
 from services.scheduler.workers.stream import ReceivedResult
 from tests.fakes.model import FakeModel, FakeShape
 from tokasaurus.scheduler.v1 import session_pb2
@@ -163,15 +165,15 @@ def test_a_request_is_accepted_before_anything_else_is_said_of_it(bench, monkeyp
 
 
 def test_what_was_posted_before_a_request_is_done_before_it(bench, monkeypatch):
-    inbox, order = bench.loop._inbox, []
-    next_request = inbox.next_request
+    next_request, order = Inbox.next_request, []
 
-    def posted_at_the_last_moment():
+    def posted_at_the_last_moment(inbox):
         bench.loop.post(lambda: order.append("post"))
-        return next_request()
+        return next_request(inbox)
 
-    monkeypatch.setattr(inbox, "next_request", posted_at_the_last_moment)
-    inbox.put_request(lambda: order.append("request"))
+    monkeypatch.setattr(Inbox, "next_request", posted_at_the_last_moment)
+    monkeypatch.setattr(bench.core, "cancel", lambda *_: order.append("request"))
+    bench.loop.cancel(SINK, [0])
     bench.loop.heartbeat(SINK, 1)
     bench.run_until(lambda: bench.told(session_pb2.Heartbeat))
     assert order[:2] == ["post", "request"]
@@ -192,9 +194,16 @@ def test_requests_are_taken_in_while_there_is_no_worker_and_refused(bench):
     assert bench.loop.backlog == 0
 
 
-def test_every_answer_and_the_first_plan_in_flight_begin_the_silence_anew(bench, monkeypatch):
-    begun, send = [], bench.worker.send
-    monkeypatch.setattr(bench.loop._step_timeout, "restart", begun.append)
+def test_every_answer_and_the_first_plan_in_flight_begin_the_silence_anew(monkeypatch):
+    begun: list[float] = []
+
+    class Noting(StepTimeout):
+        def restart(self, now: float) -> None:
+            begun.append(now)
+
+    monkeypatch.setattr(loop, "StepTimeout", Noting)
+    bench = Bench()
+    send = bench.worker.send
     monkeypatch.setattr(bench.worker, "send", lambda plan: (send(plan), bench.worker.answer()))
     bench.loop.worker_connected(bench.worker)
     bench.submit(0, max_tokens=30)

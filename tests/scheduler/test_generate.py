@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from itertools import takewhile
 
 import grpc
 import pytest
@@ -190,14 +191,18 @@ async def test_the_text_of_a_resumed_sample_goes_on_where_it_was(tokenizer):
 async def test_compiled_stop_strings_are_kept_within_bounds(service, monkeypatch):
     monkeypatch.setattr("services.scheduler.api.model._AUTOMATA_BYTES", 100_000)
     model = service.server.model
-    for number in range(20):
-        model.automaton([f"{number} " + "abcdefgh" * 100])
-    assert sum(automaton.nbytes for automaton in model._automata.values()) <= 100_000
-    assert len(model._automata) > 1
-    huge = model.automaton(["abcdefgh" * 500])
-    assert huge.nbytes > 100_000
-    assert len(model._automata) == 0
-    assert model._automata_bytes == 0
+    texts = [[f"{number} " + "abcdefgh" * 100] for number in range(20)]
+    for _ in range(2):  # what a huge one displaces leaves room for as many as before
+        made = [model.automaton(strings) for strings in texts]
+        newest = zip(reversed(texts), reversed(made), strict=True)
+        kept = list(takewhile(lambda one: model.automaton(one[0]) is one[1], newest))
+        sizes = [automaton.nbytes for _, automaton in kept]
+        assert len(sizes) > 1
+        assert sum(sizes) <= 100_000 < sum(sizes) + max(sizes)
+        huge = model.automaton(["abcdefgh" * 500])
+        assert huge.nbytes > 100_000
+        assert model.automaton(["abcdefgh" * 500]) is not huge
+        assert model.automaton(texts[-1]) is not made[-1]
 
 
 async def test_penalties_reach_the_worker_and_know_what_was_generated_before(service):

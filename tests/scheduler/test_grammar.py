@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 import time
+from types import SimpleNamespace
 
 import grpc
 import numpy as np
@@ -19,7 +20,7 @@ from services.scheduler.api.pending_grammars import PendingGrammars
 from services.scheduler.core.request import Request
 from services.scheduler.grammar import child, walk
 from services.scheduler.grammar.checker import GrammarChecker
-from services.scheduler.grammar.compiler import GrammarLimits
+from services.scheduler.grammar.compiler import GrammarCompiler, GrammarLimits
 from tests.fakes.model import FakeShape
 from tests.fakes.worker import FakeWorker
 from tests.scheduler.service import PROMPT, session, start, status_of
@@ -201,8 +202,8 @@ async def checker():
 
 async def test_a_grammar_that_many_ask_for_compiles_once_and_is_known_then(checker, monkeypatch):
     compiled = []
-    run = GrammarChecker._compile
-    monkeypatch.setattr(GrammarChecker, "_compile", lambda self, text: compiled.append(text) or run(self, text))
+    run = GrammarCompiler.compile
+    monkeypatch.setattr(GrammarCompiler, "compile", lambda self, text: compiled.append(text) or run(self, text))
     await asyncio.gather(*(checker.check("start: /x/", "it") for _ in range(50)))
     await checker.check("start: /x/", "it")
     assert compiled == ["start: /x/"]
@@ -255,8 +256,9 @@ async def test_clients_take_turns_and_what_nobody_waits_for_is_not_begun(checker
     gate.set()
     await asyncio.gather(*(task for task in many if task is not many[3]), shared, other)
     assert begun == ["m0", "m1", "m2", "m5", "o", "m4"]
-    assert not checker._checks
+    monkeypatch.setattr("services.scheduler.grammar.checker._MOST_UNCHECKED", 1)  # nothing else waits
     await checker.check("m3", "it", "many")  # asked for again
+    assert begun[-1] == "m3"
 
 
 async def test_a_deadline_is_kept_while_a_grammar_is_proven(monkeypatch):
@@ -280,26 +282,36 @@ def test_a_child_asks_for_no_more_memory_than_it_may_have(monkeypatch):
     asked = []
     monkeypatch.setattr(child.resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
     monkeypatch.setattr(child.resource, "setrlimit", lambda _, limits: asked.append(limits))
-    child._limit_memory(1 << 30)
+    child.limit_memory(1 << 30)
     assert asked == [(1 << 20, 1 << 20)]
 
 
 async def test_cancels_of_a_sample_that_waits_for_its_grammar_are_kept_once(checker):
-    pending = PendingGrammars(None, checker, sink=1)
-    request = Request("it", np.zeros(1, np.uint32), SamplingSettings(grammar=ENDLESS), n=2, handle=5)
+    submitted, cancelled = asyncio.Event(), []
+    engine = SimpleNamespace(submit=lambda _: submitted.set(), cancel=lambda *what: cancelled.append(what))
+    pending = PendingGrammars(engine, checker, sink=1)
+    request = Request("it", np.zeros(1, np.uint32), SamplingSettings(grammar="start: /x/"), n=2, handle=5)
     pending.begin(request, "it")
     for _ in range(100):
         assert pending.defer_cancels([5, 6, 7]) == [7]
-    assert pending._cancels == {5: {5, 6}}
-    pending.close()
-    await asyncio.gather(*pending._tasks, return_exceptions=True)
+    await submitted.wait()
+    assert cancelled == [(1, [5, 6])]
+    assert pending.defer_cancels([5, 6, 7]) == [5, 6, 7]
 
 
-async def test_a_child_that_was_killed_is_replaced(checker):
+async def test_a_child_that_was_killed_is_replaced(checker, monkeypatch):
+    started, start_one = [], GrammarCompiler.start
+
+    async def start(*how):
+        started.append(await start_one(*how))
+        return started[-1]
+
+    monkeypatch.setattr(GrammarCompiler, "start", start)
     await checker.check("start: /x/", "it")
-    [compiler] = checker._idle
+    [compiler] = started
     await compiler.close()
     await checker.check("start: /y/", "it")
+    assert len(started) == 2
 
 
 async def test_who_waits_when_the_scheduler_stops_is_told(checker):

@@ -6,6 +6,8 @@ from google.rpc import code_pb2
 
 from services.common.errors import Internal
 from services.scheduler.api import encoding, generate, validation
+from services.scheduler.api import session as session_module
+from services.scheduler.api.hub import Hub
 from services.scheduler.api.mailbox import Mailbox
 from services.scheduler.api.pending_grammars import PendingGrammars
 from services.scheduler.core.life.intake import Intake
@@ -105,10 +107,16 @@ async def test_a_text_that_cannot_be_made_ends_its_call(service, break_at):
         await client.finished(0)
 
 
-async def test_a_stream_that_cannot_be_told_something_ends_and_others_are_told_theirs(service, break_at):
+async def test_a_stream_that_cannot_be_told_something_ends_and_others_are_told_theirs(service, break_at, monkeypatch):
+    mailboxes, open_sink = [], Hub.open
+
+    def opened(hub, **how):
+        mailboxes.append(open_sink(hub, **how))
+        return mailboxes[-1]
+
+    monkeypatch.setattr(Hub, "open", opened)
     async with session(service) as client, session(service) as other:
-        sink = max(service.server._hub._mailboxes) - 1
-        mailbox = service.server._hub._mailboxes[sink]
+        [(_, mailbox), _] = mailboxes
         break_at(Mailbox, "put", lambda self, item: self is mailbox)
         await client.submit(0, **request(99))
         await _submit_all(other)

@@ -13,11 +13,11 @@ BIAS = g.Sampling(seed=3, logit_bias_token_ids=range(ENTRIES), logit_bias_values
 
 
 async def test_large_biases_of_many_samples_lose_no_worker(monkeypatch):
-    """A message holds 64 of them here, and a plan has room for all."""
+    """A message holds 64 of them here, and a plan has room for all. Admissions fill 3/8 of a message: 24 of 64 MiB."""
     message = 64 * 8 * ENTRIES
     options = {"grpc.max_send_message_length": message, "grpc.max_receive_message_length": message}
     monkeypatch.setattr(channel, "CHANNEL_OPTIONS", list((dict(channel.CHANNEL_OPTIONS) | options).items()))
-    monkeypatch.setattr(prefill, "_MOST_BYTES", message * prefill._MOST_BYTES // channel.MAX_MESSAGE_BYTES)
+    monkeypatch.setattr(prefill, "_MOST_BYTES", message * 3 // 8)
     async with start(FakeShape()) as service:
         asked = {"tokens": g.TokenPrompt(token_ids=[50, 51]), "stopping": g.Stopping(max_tokens=40)}
         innocent, *biased = await asyncio.gather(

@@ -179,7 +179,8 @@ def test_the_first_stage_runs_dry_before_the_last_does():
         for second in range(3):
             pace.sent(second, 0.7, full=True)
             pace.result_received(second + 0.5)
-        pace._light.plan_s = 0.1
+        pace.sent(9.0, 0.1, full=False)
+        pace.result_received(9.5)
         pace.sent(10.0, 0.7, full=True)
         pace.sent(10.0, 0.7, full=True)
     assert [pace.is_starving(10.1, 3) for pace in paces] == [False, True]

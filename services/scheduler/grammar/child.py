@@ -52,7 +52,7 @@ def main() -> None:
 
 def _serve(grammars: Grammars, settings: dict[str, Any]) -> None:
     _reason(grammars, "start: /(.|\\n)*/")  # initialises the library before the limits apply
-    _limit_memory(settings["memory_bytes"])
+    limit_memory(settings["memory_bytes"])
     _write("")
     for grammar in map(json.loads, sys.stdin.buffer):
         _limit_time(settings["cpu_seconds"])
@@ -92,7 +92,7 @@ def _write(text: str) -> None:
     print(json.dumps(text), flush=True)
 
 
-def _limit_memory(more: int) -> None:
+def limit_memory(more: int) -> None:
     """Limit the memory to ``more`` bytes above its current size. The process is aborted beyond it."""
     if not sys.platform.startswith("linux"):  # other systems have neither the figure nor the limit
         return
