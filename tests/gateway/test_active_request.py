@@ -10,9 +10,8 @@ import pytest
 from services.common.errors import Unavailable
 from services.gateway.engine.active_request import ActiveRequest
 from services.gateway.engine.codec import SampleEnding, TokenLogprob
-from services.gateway.engine.metrics import RequestMetrics
 from services.gateway.engine.request import PromptRequest, Settings
-from services.gateway.engine.session import Session, Timings
+from tests.gateway.scheduler_end import SchedulerEnd
 
 
 def generation(*, n: int = 1, streaming: bool = True, logprobs: bool = False) -> ActiveRequest:
@@ -95,17 +94,15 @@ async def test_closing_cancels_what_still_runs_and_nothing_else():
     assert cancelled == [False]
 
 
-def test_what_is_closed_is_freed_without_a_search_for_cycles():
-    session = Session(None, RequestMetrics(), None, Timings())
+async def test_what_is_closed_is_freed_without_a_search_for_cycles():
+    end = SchedulerEnd()
     running = generation(n=2, streaming=False)
-    session.submit(running.scheduler_requests[0])
+    end.session.submit(running.scheduler_requests[0])
     parts = [weakref.ref(part) for part in (running, running.scheduler_requests[0])]
-    session._end(0)
-    session._end(1)
-    session._unaccepted.clear()
     gc.disable()
     try:
         running.close()
+        await end.reject(0, Unavailable("away"))
         del running
         assert [part() for part in parts] == [None, None]
     finally:

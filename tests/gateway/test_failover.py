@@ -12,6 +12,7 @@ from services.gateway.engine.failover import Failover
 from services.gateway.engine.metrics import RequestMetrics
 from services.gateway.engine.quarantine import PROVEN, SUSPICIOUS
 from services.gateway.engine.request import PromptRequest, Settings
+from tests.gateway.scheduler_end import error_of, failovers
 from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 LOST = Unavailable("the scheduler was lost: it died; send the request again")
@@ -190,13 +191,7 @@ async def test_what_is_lost_is_sent_again_and_counted():
         calls = await place.sent(2)
         assert [len(call.submission.generated_ids) for call in calls] == [3, 0]
         assert all(call.accepted for call in calls)  # the client was told once
-        counted = {
-            sample.labels["reason"]: sample.value
-            for family in place.metrics.families("m")
-            if family.name == "toka_failovers"
-            for sample in family.samples
-        }
-        assert counted == {"lost": 0, "hung": 2, "drained": 0, "worker": 0, "refused": 0}
+        assert failovers(place.metrics) == {"hung": 2}
 
 
 async def test_a_request_that_schedulers_die_of_is_not_sent_for_ever():
@@ -220,7 +215,7 @@ async def test_of_many_that_were_lost_together_only_the_one_that_schedulers_die_
         many = [generation() for _ in range(12)]
         poison, well, here = many[5], set(), set(many)
         deaths = 0
-        while poison._error is None:
+        while error_of(poison) is None:
             if poison in here:
                 deaths += 1
                 lost = {running.samples[0]: NOTHING for running in here}
@@ -231,11 +226,11 @@ async def test_of_many_that_were_lost_together_only_the_one_that_schedulers_die_
                     running.samples[0].losses = 0
                 well |= here
                 here.clear()
-            if poison._error is None:
+            if error_of(poison) is None:
                 [call] = await place.sent(1)
                 here.add(call.parent)
-        assert isinstance(poison._error, Internal)
-        assert [running._error for running in many if running is not poison] == [None] * 11
+        assert isinstance(error_of(poison), Internal)
+        assert [error_of(running) for running in many if running is not poison] == [None] * 11
         assert SUSPICIOUS + PROVEN <= deaths < 9
 
 
@@ -247,7 +242,7 @@ async def test_schedulers_that_die_of_something_else_cost_nobody_a_request():
         for _ in range(3 * PROVEN):
             place.failover.lose(here, LOST, "lost")
             here = {choice: NOTHING for call in await place.sent(2) for choice in call.samples}
-        assert [running._error for running in many] == [None] * 4
+        assert [error_of(running) for running in many] == [None] * 4
 
 
 async def test_who_gets_on_after_losses_alone_is_innocent():
@@ -258,7 +253,7 @@ async def test_who_gets_on_after_losses_alone_is_innocent():
                 place.failover.lose(tokens(running, 0), LOST, "lost")
                 await place.sent(1)
             running.samples[0].losses = running.samples[0].sole_suspect_losses = 0  # a token
-        assert running._error is None
+        assert error_of(running) is None
 
 
 async def test_a_new_request_waits_for_a_scheduler_and_is_not_counted_as_lost():
@@ -266,7 +261,7 @@ async def test_a_new_request_waits_for_a_scheduler_and_is_not_counted_as_lost():
         running = generation()
         place.failover.enqueue(running.scheduler_requests[0], LOST)
         assert await place.sent(1) == running.scheduler_requests
-        assert not any(count[0] for count in place.metrics._failovers.values())
+        assert failovers(place.metrics) == {}
 
 
 async def test_not_too_many_new_requests_wait(monkeypatch):

@@ -4,27 +4,27 @@ import asyncio
 
 import numpy as np
 import pytest
-from google.rpc import status_pb2
 
-from services.common.errors import Internal, PayloadTooLarge
+from services.common.errors import Internal, InvalidRequest, Overloaded, PayloadTooLarge
 from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES
 from services.gateway.engine import codec
 from services.gateway.engine.active_request import ActiveRequest
 from services.gateway.engine.metrics import RequestMetrics
 from services.gateway.engine.request import PromptRequest, Settings
 from services.gateway.engine.session import MAX_BACKLOG, Session, Timings
-from tokasaurus.scheduler.v1 import session_pb2
+from tests.gateway.scheduler_end import SchedulerEnd, error_of, finish
+from tokasaurus.scheduler.v1 import generate_pb2, session_pb2
 
 
-def test_a_request_that_the_scheduler_would_not_read_is_refused_here():
+async def test_a_request_that_the_scheduler_would_not_read_is_refused_here():
     """The scheduler would end the whole session over it."""
     session = Session(None, RequestMetrics(), None, Timings())
     prompt = np.zeros(MAX_PUBLIC_MESSAGE_BYTES // 4, dtype=np.uint32)
     [call] = ActiveRequest([PromptRequest("r", "m", prompt, 5, None, Settings())], streaming=False).scheduler_requests
     with pytest.raises(PayloadTooLarge):
         session.submit(call)
-    assert not session._outbox
-    assert not session._samples
+    assert session.backlog == 0
+    assert not session.abandon()
 
 
 @pytest.mark.parametrize(("now", "left_ms"), [(1_000.0, 5_000), (1_004.5, 500), (1_010.0, 0)])
@@ -37,56 +37,55 @@ def test_a_scheduler_is_told_how_much_time_is_left_since_its_clock_may_differ(no
     assert (request.deadline_in_ms, request.deadline_unix_ms) == (left_ms, 2_000_000 + left_ms)
 
 
-def ending() -> codec.SampleEnding:
-    return codec.SampleEnding("length", False, 0, 1, 1, 0, 0.0, 0.0, 0.0, None)
+def whole_session(end: SchedulerEnd) -> int:
+    """The first handle of a request of as many samples as a session has at first: 0 if none of them is taken."""
+    job = PromptRequest("r", "m", np.array([1], np.uint32), 5, None, Settings(n=16_384))
+    [call] = ActiveRequest([job], streaming=False).scheduler_requests
+    end.session.submit(call)
+    return call.handle
 
 
 async def test_streams_and_others_in_one_message_each_get_their_tokens():
-    session, made = Session(None, RequestMetrics(), None, Timings()), []
+    end, made = SchedulerEnd(), []
     for streaming in (True, False):
         job = PromptRequest("r", "m", np.array([1], np.uint32), 5, None, Settings(n=2))
         made.append(ActiveRequest([job], streaming=streaming))
-        session.submit(made[-1].scheduler_requests[0])
-    tokens = np.array([5, 6, 7, 8, 9, 10], np.uint32)
-    step = codec.StepTokens(np.array([3, 0, 2], np.uint32), np.array([3, 2, 1], np.uint32), tokens, None, [])
-    session._on_outputs(step)
-    last = codec.StepTokens(np.array([2, 3, 1], np.uint32), None, tokens[:3], None, [(2, ending()), (3, ending())])
-    session._on_outputs(last)
+        end.session.submit(made[-1].scheduler_requests[0])
+    await end.outputs(handles=[3, 0, 2], token_counts=[3, 2, 1], token_ids=[5, 6, 7, 8, 9, 10])
+    await end.outputs(handles=[2, 3, 1], token_ids=[5, 6, 7], finished={2: finish(), 3: finish()})
     streamed, whole = made
     assert [choice.take()[0] for choice in await streamed.wait_updated()] == [[5 + 3, 5 + 4], [7]]
     assert [choice.take()[0].tolist() for choice in await whole.wait_ended()] == [[10, 5], [5, 6, 7, 6]]
-    assert session._metrics.inter_token.counts != [0] * len(session._metrics.inter_token.counts)
+    assert any(end.metrics.inter_token.counts)
     assert streamed.first_token_at is not None
     assert whole.first_token_at is not None
 
 
 async def test_what_a_cancelled_sample_still_gets_is_thrown_away():
-    session = Session(None, RequestMetrics(), None, Timings())
+    end = SchedulerEnd()
     running = ActiveRequest([PromptRequest("r", "m", np.array([1], np.uint32), 5, None, Settings())], streaming=False)
-    session.submit(running.scheduler_requests[0])
+    end.session.submit(running.scheduler_requests[0])
     running.close()
-    one = np.array([0], np.uint32)
-    session._on_outputs(codec.StepTokens(one, None, one, None, [(0, ending())]))
-    assert not session._samples
-    assert not session._slots.taken.any()
+    await end.outputs(handles=[0], token_ids=[0], finished={0: finish()})
+    assert not end.session.abandon()
+    assert whole_session(end) == 0
 
 
 async def test_a_sample_that_ended_by_itself_is_not_cancelled_any_more():
     """Its handle may be another's by the time the cancel is sent."""
-    session = Session(None, RequestMetrics(), None, Timings())
+    end = SchedulerEnd()
     first, second = (
         ActiveRequest([PromptRequest("r", "m", np.array([1], np.uint32), 5, None, Settings(n=2))], streaming=False)
         for _ in "ab"
     )
-    session.submit(first.scheduler_requests[0])
+    end.session.submit(first.scheduler_requests[0])
     first.close()
-    nothing = np.array([], np.uint32)
-    session._on_outputs(codec.StepTokens(nothing, None, nothing, None, [(0, ending())]))
-    assert list(session._cancels) == [1]
-    session.submit(second.scheduler_requests[0])
+    await end.outputs(finished={0: finish()})
+    assert end.cancelled == [1]
+    end.session.submit(second.scheduler_requests[0])
     second.close()
-    session._on_rejection(session_pb2.Rejection(handle=2))
-    assert list(session._cancels) == [1]
+    await end.reject(2, Overloaded("full", retry_after_s=1.0))
+    assert end.cancelled == [1]
 
 
 @pytest.mark.parametrize("broken", ["add_prompt_scores", "add_tokens", "finish", "on_accepted", "refused"])
@@ -100,30 +99,29 @@ async def test_a_request_that_something_unforeseen_happens_to_ends_alone(broken,
     def fails(*_) -> None:
         raise ValueError("cursed")
 
-    session, made = Session(None, RequestMetrics(), Owner(), Timings()), []
+    end, made = SchedulerEnd(Owner()), []
     for _ in range(3):
         made.append(
             ActiveRequest([PromptRequest("r", "m", np.array([1, 2], np.uint32), 5, None, Settings())], streaming=True)
         )
-        session.submit(made[-1].scheduler_requests[0])
+        end.session.submit(made[-1].scheduler_requests[0])
     first, cursed, last = made
     monkeypatch.setattr(cursed, broken, fails, raising=False)
     for handle in range(3):
         if broken == "refused" and handle == 1:
-            session._on_rejection(session_pb2.Rejection(handle=handle, status=status_pb2.Status(code=3)))
+            await end.reject(handle, InvalidRequest("not so"))
         else:
-            session._on_acceptance(handle)
-    all_of_them = np.arange(3, dtype=np.uint32)
-    scores = codec.PromptScores(1, np.ones(1, np.float32), all_of_them[:0], all_of_them[:0], np.zeros(0, np.float32))
-    here = all_of_them if broken != "refused" else all_of_them[[0, 2]]
-    session._on_outputs(codec.StepTokens(here, None, here, None, [], [(handle, scores) for handle in here.tolist()]))
-    endings = [(handle, ending()) for handle in here.tolist()]
-    session._on_outputs(codec.StepTokens(here, None, here, None, endings))
+            await end.accept(handle)
+    here = [0, 1, 2] if broken != "refused" else [0, 2]
+    scores = generate_pb2.PromptLogprobs(start=1, logprobs=generate_pb2.Logprobs(chosen=[1.0]))
+    prompts = [session_pb2.PromptScores(handle=handle, logprobs=scores) for handle in here]
+    await end.outputs(handles=here, token_ids=here, prompts=prompts)
+    await end.outputs(handles=here, token_ids=here, finished=dict.fromkeys(here, finish()))
     for running, token in ((first, 0), (last, 2)):
         [choice] = await running.wait_updated()
-        assert (choice.take()[0], choice.ending, running._error) == ([token, token], ending(), None)
-    assert isinstance(cursed._error, Internal)
-    assert not session._samples
+        assert (choice.take()[0], choice.ending.reason, error_of(running)) == ([token, token], "length", None)
+    assert isinstance(error_of(cursed), Internal)
+    assert whole_session(end) == 0
 
 
 class Stream:

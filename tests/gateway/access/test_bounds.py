@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from services.common.errors import DeadlineExceeded, Unavailable
+from services.common.errors import DeadlineExceeded, TokaError, Unavailable
 from services.common.keys import Key
 from services.common.limits import DEFAULT_ANSWER_TOKENS, KeyLimits
 from services.gateway.engine import codec
@@ -13,9 +13,10 @@ from services.gateway.engine.active_request import ActiveRequest
 from services.gateway.engine.failover import Failover
 from services.gateway.engine.metrics import RequestMetrics
 from services.gateway.engine.request import PromptRequest, Settings
-from services.gateway.engine.session import Session, Timings
 from services.gateway.http.bounds import Bounds
 from services.gateway.http.request import Caller
+from tests.gateway.scheduler_end import SchedulerEnd, finish
+from tokasaurus.scheduler.v1 import generate_pb2
 
 RATE, PROMPT = 10_000, 7
 KEY = Key("thrifty", frozenset(), tokens_per_minute=RATE)
@@ -32,14 +33,13 @@ class Running:
         self.bounds = Bounds(self.limits, Caller("", "", key=KEY), jobs)
         self.generation = ActiveRequest(jobs, streaming=streaming)
         self.bounds.begin(self.generation)
-        self.session = Session(None, RequestMetrics(), None, Timings())
-        self.session.submit(self.generation.scheduler_requests[0])
+        self.scheduler = SchedulerEnd()
+        self.scheduler.session.submit(self.generation.scheduler_requests[0])
 
-    def tokens(self, *counts: int, first: int = 0, endings=()) -> None:
+    async def tokens(self, *counts: int, first: int = 0, endings: dict[int, generate_pb2.Finish] | None = None) -> None:
         """So many more come of each sample, from the handle ``first`` on."""
-        handles = np.arange(first, first + len(counts), dtype=np.uint32)
-        ids = np.ones(sum(counts), np.uint32)
-        self.session._on_outputs(codec.StepTokens(handles, np.array(counts, np.uint32), ids, None, list(endings)))
+        handles, ids = range(first, first + len(counts)), [1] * sum(counts)
+        await self.scheduler.outputs(handles=handles, token_counts=counts, token_ids=ids, finished=endings)
 
     @property
     def cost(self) -> int:
@@ -49,59 +49,59 @@ class Running:
         return RATE - int(self.limits.headers(KEY)["x-ratelimit-remaining-tokens"])
 
 
-def ending(completion_tokens: int, error=None) -> codec.SampleEnding:
-    return codec.SampleEnding("length", False, 0, PROMPT, completion_tokens, 0, 0.0, 0.0, 0.0, error)
+def ending(completion_tokens: int, error: TokaError | None = None) -> generate_pb2.Finish:
+    return finish(completion_tokens, PROMPT, error)
 
 
 @pytest.mark.parametrize("streaming", [True, False])
 class TestARequest:
     async def test_that_its_client_leaves_costs_what_came_of_it(self, streaming):
         running = Running(streaming=streaming)
-        running.tokens(1500, 1400)
+        await running.tokens(1500, 1400)
         for choice in running.generation.samples:
             choice.take()  # told, and not here any more
-        running.tokens(100, 200)
+        await running.tokens(100, 200)
         assert running.cost == PROMPT + 3200
 
     async def test_that_its_client_leaves_early_costs_what_was_set_aside(self, streaming):
         running = Running(streaming=streaming)
-        running.tokens(5, 5)
+        await running.tokens(5, 5)
         assert running.cost == PROMPT + 2 * DEFAULT_ANSWER_TOKENS
 
     async def test_of_which_one_sample_is_through_costs_what_came_of_both(self, streaming):
         running = Running(streaming=streaming)
-        running.tokens(1500, 1600, endings=[(0, ending(1500))])
-        running.tokens(100, first=1)
+        await running.tokens(1500, 1600, endings={0: ending(1500)})
+        await running.tokens(100, first=1)
         assert running.cost == PROMPT + 3200
 
     async def test_that_is_through_costs_what_was_made(self, streaming):
         running = Running(streaming=streaming)
-        running.tokens(5, 6, endings=[(0, ending(5)), (1, ending(6))])
+        await running.tokens(5, 6, endings={0: ending(5), 1: ending(6)})
         assert running.cost == PROMPT + 11
 
     async def test_that_its_scheduler_ends_for_its_timeout_costs_what_came_of_it(self, streaming):
         running = Running(streaming=streaming, timeout_s=60)
-        running.tokens(1500, 1600)
+        await running.tokens(1500, 1600)
         late = DeadlineExceeded("late")
-        running.tokens(50, 50, endings=[(0, ending(1550, late)), (1, ending(1650, late))])
+        await running.tokens(50, 50, endings={0: ending(1550, late), 1: ending(1650, late)})
         assert running.cost == PROMPT + 3200
 
     async def test_that_the_gateway_ends_for_its_timeout_costs_what_came_of_it(self, streaming):
         running = Running(streaming=streaming, timeout_s=60)
-        running.tokens(1500, 1700)
+        await running.tokens(1500, 1700)
         running.generation.fail(DeadlineExceeded("late"))
         assert running.cost == PROMPT + 3200
 
     async def test_that_goes_on_elsewhere_costs_what_came_of_it_in_both_places(self, streaming):
         running = Running(streaming=streaming, timeout_s=60)
-        running.tokens(1500, 1500)
+        await running.tokens(1500, 1500)
         failover = Failover(lambda *_: None, RequestMetrics(), 60.0)
-        failover.lose(running.session.abandon(), Unavailable("lost"), "lost")
+        failover.lose(running.scheduler.session.abandon(), Unavailable("lost"), "lost")
         assert running.generation.generated_tokens == 3000
-        running.session = Session(None, RequestMetrics(), None, Timings())
+        running.scheduler = SchedulerEnd()
         for call in running.generation.scheduler_requests:
-            running.session.submit(call)
-        running.tokens(100, 60, endings=[(0, ending(1600, DeadlineExceeded("late")))])
+            running.scheduler.session.submit(call)
+        await running.tokens(100, 60, endings={0: ending(1600, DeadlineExceeded("late"))})
         assert running.cost == PROMPT + 3160
 
 

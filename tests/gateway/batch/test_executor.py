@@ -37,7 +37,7 @@ class Gateway:
     """As far as an executor needs one. Its endpoint answers when ``go`` is set."""
 
     def __init__(self, store: Store, leases: Leases, directory: str) -> None:
-        self.go, self.asked = asyncio.Event(), Counter()
+        self.go, self.asked, self.answered = asyncio.Event(), Counter(), 0
         self.blobs = Blobs(directory)
         self._store = store
         guard = Guard(GatewayConfig())
@@ -59,6 +59,7 @@ class Gateway:
         self.asked[prompt] += 1
         await self.before_answer(prompt)
         await self.go.wait()
+        self.answered += 1
         return Response(b"{}")
 
     async def before_answer(self, prompt: str) -> None:
@@ -151,7 +152,7 @@ async def test_lines_whose_lease_has_passed_run_once_and_are_kept_once(store, st
             database.execute("BEGIN IMMEDIATE")
         with locked:
             gateway.go.set()
-            await until(lambda: not any(chunk.tasks for chunk in gateway.executor._chunks.values()))
+            await until(lambda: gateway.answered == 12)
         assert await gateway.completed(batch) == 12
         assert set(gateway.asked.values()) == {1}
         await gateway.all_slots()

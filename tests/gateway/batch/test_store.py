@@ -168,15 +168,16 @@ async def test_a_batch_that_another_finished_between_look_and_claim_stays_ended(
     fast, slow = owner(store, "fast"), owner(store, "slow")
     lease = await fast.lease_chunk(batch.seq)
     await fast.commit({lease.key: outcomes(1, 2, 3)})
-    look = slow._candidates
+    look = leases.candidates
 
-    async def look_and_be_overtaken(session):
-        found = await look(session)
+    async def look_and_be_overtaken(*what):
+        found = await look(*what)
+        monkeypatch.setattr(leases, "candidates", look)
         claimed = await fast.claim_batch()
         await fast.finish(claimed, await fast.close_chunks(claimed), None, None)
         return found
 
-    monkeypatch.setattr(slow, "_candidates", look_and_be_overtaken)
+    monkeypatch.setattr(leases, "candidates", look_and_be_overtaken)
     assert await slow.claim_batch() is None
     async with store.reading() as session:
         assert await session.scalar(select(StoredBatch.status)) == "completed"

@@ -1,6 +1,7 @@
 """What is served below ``/console``, and to whom."""
 
 import re
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,7 +16,7 @@ from services.gateway.engine.session import Timings
 from services.gateway.openai.gateway import Gateway
 from tests.gateway.access.conftest import KeysFile
 
-STATIC = assets._DIRECTORY
+STATIC = Path(assets.__file__).parent / "static"
 FILES = sorted(path.name for path in STATIC.iterdir())
 OPEN = ("/console", "/console/config", "/console/static/main.js", "/console/static/console.css")
 

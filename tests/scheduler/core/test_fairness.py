@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from services.common.plan.codec import encode_plan
+from services.scheduler.core.future.time_sharing import TimeSharing
 from services.scheduler.core.queue.recent import RecentService
 from services.scheduler.core.request import AdmissionMode, Priority
 from tests.fakes.model import FakeShape
@@ -65,6 +66,21 @@ def test_prompts_of_two_keys_share_each_step_though_nothing_waits():
     assert begun.batch.token_counts.tolist() == [64, 64]
     assert continued.batch is None  # the same again
     check_all(shared)
+
+
+@pytest.mark.parametrize(("length", "alone"), [(10, True), (40, False)])
+def test_a_key_that_is_hardly_behind_runs_alone_only_if_that_completes_its_work(length, alone):
+    busy = driver()
+    flood(busy, 64)
+    for _ in range(20):
+        busy.step()
+    state = busy.core.state
+    state.queue.recent = RecentService()
+    state.queue.recent.charge({"busy": 1200, "other": 800}, 10**6)
+    busy.submit([3] * length, max_tokens=4, fairness_key="other")
+    sharing = TimeSharing(state)
+    served = [each.keys for _ in range(3) if (each := sharing.next()) is not None]
+    assert ({"other"} in served) is alone
 
 
 def test_a_request_of_another_key_takes_a_slot_at_once_and_the_busy_key_gets_it_back():

@@ -280,6 +280,14 @@ def test_the_retry_time_is_longer_for_more_samples():
     assert times[3] > 2 * times[1]
 
 
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 9])
+def test_samples_of_a_prompt_each_compute_its_last_token_only(length):
+    driver = Driver(SHAPE)
+    driver.submit(PROMPT[:length], n=4, max_tokens=3)
+    driver.run()
+    assert driver.model.prefilled_tokens == length + 3
+
+
 def test_a_closed_session_ends_all_its_samples_once():
     driver = Driver(SHAPE)
     driver.submit(PROMPT, n=50, max_tokens=30)
