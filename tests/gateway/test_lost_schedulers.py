@@ -16,10 +16,11 @@ from services.gateway.engine.active_request import ActiveRequest
 from services.gateway.engine.fleet import Fleet
 from services.gateway.engine.metrics import RequestMetrics
 from services.gateway.engine.request import PromptRequest, Settings
-from services.gateway.engine.session import Timings
+from services.gateway.engine.session import Session, Timings
 from tests.fakes.model import FakeShape, continuation
 from tests.gateway.deployment import eventually_async
 from tests.gateway.replicas import Asked, Engines, Replicas, answers
+from tests.gateway.scheduler_end import failovers
 from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 MANY = 30
@@ -89,11 +90,18 @@ def fingerprint():
     return Tokenizer.load("builtin").fingerprint
 
 
+class Metered(Fleet):
+    """A fleet whose metrics a test reads."""
+
+    def __init__(self, addresses: list[str], fingerprint: str, **timings) -> None:
+        self.metrics = RequestMetrics()
+        super().__init__(addresses, tokenizer_fingerprint=fingerprint, metrics=self.metrics, timings=Timings(**timings))
+
+
 @asynccontextmanager
 async def fleet_of(engines: Engines, fingerprint: str, **timings):
     """All its schedulers are ready."""
-    metrics = RequestMetrics()
-    fleet = Fleet(engines.addresses, tokenizer_fingerprint=fingerprint, metrics=metrics, timings=Timings(**timings))
+    fleet = Metered(engines.addresses, fingerprint, **timings)
     fleet.start()
     try:
         await eventually_async(lambda: all(replica.ready for replica in fleet.replicas))
@@ -128,7 +136,7 @@ async def ends(running: list[ActiveRequest]) -> None:
     """Wait for all, and compare their tokens with those of a model that nobody disturbs."""
     for each in running:
         async with asyncio.timeout(60):
-            while await each.wait_updated() if each._streaming else await each.wait_ended():
+            while await each.wait_updated() if each.per_token else await each.wait_ended():
                 pass
         part = each.scheduler_requests[0].submission
         for choice in each.samples:
@@ -142,11 +150,6 @@ async def ends(running: list[ActiveRequest]) -> None:
             assert choice.ending.prompt_tokens == len(part.prompt.prompt_ids)
 
 
-def failovers(fleet: Fleet) -> dict[str, int]:
-    """Samples that were sent again, by reason, without zeros."""
-    return {reason: int(count[0]) for reason, count in fleet._failover._metrics._failovers.items() if count[0]}
-
-
 @pytest.mark.slow
 async def test_a_scheduler_that_hangs_and_comes_to_says_nothing_twice(tmp_path, fingerprint):
     engines = Engines(tmp_path, 1, worker={"step_ms": 10})
@@ -157,7 +160,7 @@ async def test_a_scheduler_that_hangs_and_comes_to_says_nothing_twice(tmp_path, 
         await eventually_async(lambda: not fleet.replicas[0].ready)
         engines.schedulers[0].signal(signal.SIGCONT)
         await ends(running)
-        assert failovers(fleet) == {"hung": 10}
+        assert failovers(fleet.metrics) == {"hung": 10}
 
 
 async def test_requests_leave_a_scheduler_whose_worker_is_away(tmp_path, fingerprint):
@@ -167,7 +170,7 @@ async def test_requests_leave_a_scheduler_whose_worker_is_away(tmp_path, fingerp
         await first_tokens(running)
         engines.workers[0].kill()
         await ends(running)
-        counted = failovers(fleet)
+        counted = failovers(fleet.metrics)
         assert set(counted) == {"worker"}
         assert 0 < counted["worker"] < 12
         assert not fleet.replicas[0].ready
@@ -184,7 +187,7 @@ async def test_a_scheduler_that_drains_hands_over_what_is_left(tmp_path, fingerp
             await asyncio.sleep(0.01)
         await ends(running)
         assert engines.schedulers[0].wait() == 0
-        assert set(failovers(fleet)) <= {"drained", "refused"}
+        assert set(failovers(fleet.metrics)) <= {"drained", "refused"}
 
 
 @pytest.mark.slow
@@ -195,7 +198,7 @@ async def test_what_was_in_a_queue_is_not_refused_by_a_full_one(tmp_path, finger
         await eventually_async(lambda: all(replica.load.waiting_sequences > 5 for replica in fleet.replicas))
         engines.schedulers[0].kill()
         await ends(running)
-        assert set(failovers(fleet)) == {"lost"}
+        assert set(failovers(fleet.metrics)) == {"lost"}
 
 
 @pytest.mark.slow
@@ -206,7 +209,7 @@ async def test_a_thousand_samples_go_on_at_once(tmp_path, fingerprint):
         await eventually_async(lambda: all(replica.load.running_sequences for replica in fleet.replicas))
         engines.schedulers[0].kill()
         await ends(running)
-        assert 100 < failovers(fleet)["lost"] <= 1000
+        assert 100 < failovers(fleet.metrics)["lost"] <= 1000
 
 
 async def test_a_new_request_waits_for_a_scheduler_as_one_does_that_lost_its_own(tmp_path, fingerprint):
@@ -218,7 +221,7 @@ async def test_a_new_request_waits_for_a_scheduler_as_one_does_that_lost_its_own
         running = await some(fleet, 3) + await some(fleet, 3, streaming=False)
         engines.schedulers[0].start()
         await ends(running)
-        assert failovers(fleet) == {}  # they lost nothing
+        assert failovers(fleet.metrics) == {}  # they lost nothing
 
 
 async def test_who_comes_while_a_worker_boots_waits_for_it_and_who_comes_for_nobody_does_not(tmp_path, fingerprint):
@@ -254,9 +257,12 @@ async def test_who_waits_for_a_scheduler_when_the_gateway_ends_hears_why(tmp_pat
         engines.schedulers[0].kill()
         await eventually_async(lambda: not fleet.replicas[0].ready)
         [waiting] = await some(fleet, 1)
-        unknown = asyncio.create_task(fleet._wait_for(lambda: None))
+        empty = Metered(engines.addresses, fingerprint)  # it has not asked its schedulers yet
+        unknown = asyncio.create_task(empty.model(None))
         await asyncio.sleep(0)
-        fleet.fail_all(end := Unavailable("the gateway is shutting down"))
+        end = Unavailable("the gateway is shutting down")
+        for each in (fleet, empty):
+            each.fail_all(end)
         for asked in (waiting.wait_updated(), unknown):
             with pytest.raises(Unavailable) as caught:
                 await asked
@@ -271,12 +277,14 @@ async def test_samples_sent_together_are_lost_one_by_one_and_none_is_forgotten(t
     async with fleet_of(engines, fingerprint, move_after=1e6) as fleet:
         [running] = await some(fleet, 1, n=6)
         await first_tokens([running])
-        owner = next(replica for replica in fleet.replicas if replica._session._samples)
-        other = next(replica for replica in fleet.replicas if replica is not owner)
+        await eventually_async(lambda: any(replica.load.running_sequences for replica in fleet.replicas))
+        owner = next(replica for replica in fleet.replicas if replica.load.running_sequences)
+        session = running.scheduler_requests[0].holder
         for choice in running.samples:
             choice.losses = int(choice.index % 2)  # as if lost before, and without a token since
         owner.move_requests()
-        assert {choice.index for choice in other._session._samples.values() if choice} <= {0, 2, 4}
+        moved = [each for each in running.scheduler_requests if each.holder is not session]
+        assert {choice.index for each in moved for choice in each.samples} <= {0, 2, 4}
         engines.schedulers[fleet.replicas.index(owner)].kill()
         await ends([running])
 
@@ -295,7 +303,9 @@ def joined(monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("failover_s", [120.0, 0.0])
-async def test_joined_requests_of_a_killed_scheduler_each_end_once(tmp_path, fingerprint, joined, failover_s):
+async def test_joined_requests_of_a_killed_scheduler_each_end_once(
+    tmp_path, fingerprint, joined, failover_s, monkeypatch
+):
     """When the scheduler is killed, some of its requests run, some are in messages that it has not read, and some are
     in the outbox. Without failover each of them ends with an error."""
     engines = Engines(tmp_path, 2, worker={"step_ms": 10})
@@ -310,7 +320,8 @@ async def test_joined_requests_of_a_killed_scheduler_each_end_once(tmp_path, fin
                 await eventually_async(lambda: not killed.backlog)
         assert max(joined[before:]) > 1
         assert killed.backlog > 1
-        lost = [choice for choice in killed._session._samples.values() if choice]
+        lost, abandon = [], Session.abandon
+        monkeypatch.setattr(Session, "abandon", lambda *how: lost.extend(found := abandon(*how)) or found)
         engines.schedulers[0].kill()
         failed = {}
         for each in running:
@@ -318,11 +329,11 @@ async def test_joined_requests_of_a_killed_scheduler_each_end_once(tmp_path, fin
                 await ends([each])
             except Unavailable as error:
                 failed[each] = error.message
-        assert failovers(fleet) == ({"lost": len(lost)} if failover_s else {})
+        assert failovers(fleet.metrics) == ({"lost": len(lost)} if failover_s else {})
         assert failed.keys() == (set() if failover_s else {choice.request for choice in lost})
         assert all("the scheduler was lost" in message for message in failed.values())
         answered = sum(len(each.samples) for each in running if each not in failed)
-        assert sum(fleet._failover._metrics.generation_tokens.counts) == answered
+        assert sum(fleet.metrics.generation_tokens.counts) == answered
 
 
 async def test_schedulers_that_cannot_resume_are_not_asked_to(tmp_path, fingerprint):
