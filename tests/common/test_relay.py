@@ -120,7 +120,7 @@ def test_how_much_was_dropped_is_said_on_a_line_of_its_own(pipe):
     relay = Relay(writing, most_bytes=10)
     fill(writing)
     relay.write(b"a\n")
-    while relay._buffer:  # until its thread is at work on that
+    while relay.buffered:  # until its thread is at work on that
         relay.drain(0)
     for piece in (b"b\n", b"piece", b" of a line\n"):
         relay.write(piece)

@@ -94,10 +94,14 @@ async def test_an_idle_worker_leaves_at_once(leaving):
 async def test_a_scheduler_that_comes_while_it_leaves_is_refused_and_not_waited_for():
     """Behind the first look at whether it leaves, and before its stream is open."""
     servicer, info = WorkerServicer(Engine(lambda: None)), worker_pb2.WorkerInfo(max_plans_in_flight=1)
-    servicer.drain(0)
-    hello = worker_pb2.RunStepsRequest(hello=worker_pb2.Hello(plans_in_flight=1))
+    servicer.info = info
+
+    def requests():
+        servicer.drain(0)
+        yield worker_pb2.RunStepsRequest(hello=worker_pb2.Hello(plans_in_flight=1))
+
     with pytest.raises(Unavailable, match="going away"):
-        servicer._open(hello, info)
+        next(servicer.RunSteps(requests(), None))
     servicer.drain(1e6)
 
 

@@ -78,12 +78,13 @@ def test_a_grammar_that_nobody_waits_for_is_not_compiled(matchers, blocked):
     assert matchers.make(OBJECTS, []).result() is not None
 
 
-def test_what_is_kept_is_bounded_by_its_text(matchers):
-    for number in range(30):
-        matchers.make(f'start: "{number}"\n//{"x" * 100_000}', []).result()
-    assert len(matchers._starts) == 10
-    last = 'start: "29"\n//' + "x" * 100_000
-    assert last in matchers._starts
+def test_what_is_kept_is_bounded_by_its_text(matchers, blocked):
+    grammars = [f'start: "{number}"\n//{"x" * 100_000}' for number in range(30)]
+    for grammar in (*grammars, *grammars[20:]):  # the last ten are kept
+        matchers.make(grammar, []).result()
+    assert blocked.compiled == grammars
+    matchers.make(grammars[19], []).result()
+    assert blocked.compiled == [*grammars, grammars[19]]
 
 
 def test_a_grammar_that_is_not_compiled_in_time_fails_its_slot_alone(runner_for, blocked, monkeypatch):

@@ -88,6 +88,11 @@ class Relay(io.RawIOBase):
         except OSError:  # the reader closed the file
             return len(data)
 
+    @property
+    def buffered(self) -> int:
+        """Number of bytes that the thread has not begun to write."""
+        return len(self._buffer)
+
     def _write_buffered(self) -> None:
         while True:
             with self._changed:

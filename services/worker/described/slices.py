@@ -23,18 +23,18 @@ class SliceTarget:
             raise ValueError(f"a target of shape {shape} for {share.size} elements of dimension {dimension}")
         shape[dimension] = share.whole
         self.shape, self.device = torch.Size(shape), target.device
-        self._target, self._dimension, self._share = target, dimension, share
+        self.target, self._dimension, self._share = target, dimension, share
 
     def copy_(self, tensor: torch.Tensor) -> None:
         """Copy the share from ``tensor``, the whole tensor."""
-        self._target.copy_(tensor.narrow(self._dimension, self._share.start, self._share.size))
+        self.target.copy_(tensor.narrow(self._dimension, self._share.start, self._share.size))
 
     def read(self, stored: Any) -> None:
         """Read the share from ``stored``, the result of ``get_slice`` of ``safetensors``."""
         if self._share.size == 0:
             return
         span = slice(self._share.start, self._share.start + self._share.size)
-        self._target.copy_(stored[:, span] if self._dimension else stored[span])
+        self.target.copy_(stored[:, span] if self._dimension else stored[span])
 
 
 def slice_targets(targets: Mapping[str, Any], config: ModelConfig, ranks: Ranks) -> dict[str, Any]:

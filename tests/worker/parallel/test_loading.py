@@ -61,23 +61,23 @@ def read(monkeypatch) -> dict[str, int]:
 
     class Opened:
         def __init__(self, *arguments, **options):
-            self._opened = original(*arguments, **options)
+            self.opened = original(*arguments, **options)
 
         def __enter__(self):
-            self._opened.__enter__()
+            self.opened.__enter__()
             return self
 
         def __exit__(self, *error):
-            return self._opened.__exit__(*error)
+            return self.opened.__exit__(*error)
 
         def keys(self):
-            return self._opened.keys()
+            return self.opened.keys()
 
         def get_slice(self, name):
-            return Sliced(name, self._opened.get_slice(name))
+            return Sliced(name, self.opened.get_slice(name))
 
         def get_tensor(self, name):
-            tensor = self._opened.get_tensor(name)
+            tensor = self.opened.get_tensor(name)
             found[name] = found.get(name, 0) + tensor.numel()
             return tensor
 
@@ -92,7 +92,7 @@ def test_all_ranks_together_read_every_matrix_once(tp_size, pp_size, tied, check
     """Vectors that all add or multiply with are read by all; the key heads are as many as ranks, or more."""
     directory = checkpoint("llama", tied=tied, attention_bias=True, mlp_bias=True, num_key_value_heads=4)
     sizes = {}
-    with safetensors.safe_open(directory / "model.safetensors", framework="pt")._opened as stored:
+    with safetensors.safe_open(directory / "model.safetensors", framework="pt").opened as stored:
         sizes |= {name: stored.get_tensor(name).numel() for name in stored.keys()}  # noqa: SIM118
     for ranks in grid(tp_size, pp_size):
         load(directory, ranks)
@@ -143,9 +143,9 @@ def test_dummy_weights_are_the_same_numbers_on_any_ranks(tp_size, pp_size, tied,
             if isinstance(target, torch.Tensor):
                 assert torch.equal(target, wanted[name]), name
             else:
-                part = target._target.clone()
+                part = target.target.clone()
                 target.copy_(wanted[name])
-                assert torch.equal(target._target, part), name
+                assert torch.equal(target.target, part), name
 
 
 def changed(directory, tmp_path, **changes):
