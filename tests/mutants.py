@@ -18,7 +18,8 @@ from pathlib import Path
 
 from cosmic_ray.commands.init import init
 from cosmic_ray.modules import find_modules
-from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.mutating import mutate_and_test, mutate_code
+from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome
 from rooms import ROOMS, ROOT, Room
@@ -40,6 +41,16 @@ def sample(path: Path, count: int, draw: random.Random) -> list[MutationSpec]:
     return [draw.choice(found) for found in draw.sample(mutations, min(count, len(mutations)))]
 
 
+def is_python(mutation: MutationSpec) -> bool:
+    """Return whether the mutated module can be compiled. A ``*`` between parameters counts as an operator too."""
+    operator = get_operator(mutation.operator_name)(**mutation.operator_args)
+    try:
+        compile(mutate_code(mutation.module_path.read_text(), operator, mutation.occurrence), "mutant", "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
 def check_tests(pytest: str, room: Room) -> None:
     """Exit with an error if a file of the room's tests has no test that runs."""
     command = f"{pytest} --collect-only {' '.join(room.test_files())}"
@@ -59,7 +70,7 @@ def try_room(room: Room, count: int, draw: random.Random) -> tuple[int, int]:
         raise SystemExit(f"the tests of {room.path} fail without a change: {Path('baseline.log').read_text()[-2000:]}")
     timeout_s = 60 + 3 * (time.monotonic() - begun)
     killed = 0
-    mutations = sample(Path(room.path), count, draw)
+    mutations = [mutation for mutation in sample(Path(room.path), count, draw) if is_python(mutation)]
     for number, mutation in enumerate(mutations, 1):
         result = mutate_and_test([mutation], command, timeout_s)
         if result.test_outcome not in (TestOutcome.KILLED, TestOutcome.SURVIVED):

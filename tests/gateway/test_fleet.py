@@ -71,6 +71,15 @@ async def test_a_connection_that_is_not_begun_again_ends_it_too(monkeypatch):
         await fleet.stop()
 
 
+async def test_a_request_without_a_scheduler_is_told_what_is_wrong_with_each():
+    timings = Timings(wait_for_ready=0.0, failover=0.0)
+    fleet = Fleet(["127.0.0.1:1"], tokenizer_fingerprint="0", metrics=RequestMetrics(), timings=timings)
+    assert "127.0.0.1:1" in fleet.trouble
+    with pytest.raises(Unavailable) as refused:
+        await fleet.model(None)
+    assert refused.value.message == f"no scheduler is ready: {fleet.trouble}"
+
+
 async def test_other_tasks_run_while_many_prompts_of_one_request_are_sent(monkeypatch):
     monkeypatch.setattr("services.common.process.time_slice.SLICE_S", 0.0)
     fleet = Fleet([f"127.0.0.1:{free_port()}"], tokenizer_fingerprint="0", metrics=RequestMetrics(), timings=Timings())

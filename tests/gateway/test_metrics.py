@@ -52,6 +52,34 @@ def test_known_names_have_their_bounds_and_the_same_counts():
     assert not [name for family in metrics.families("") if (name := family.name).startswith("vllm:")]
 
 
+# Dashboards for vLLM read these series, so their bounds are vLLM's.
+FIRST_TOKEN = (
+    "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0 160.0 640.0 2560.0"
+)
+INTER_TOKEN = "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0"
+LATENCY = "0.3 0.5 0.8 1.0 1.5 2.0 2.5 5.0 10.0 15.0 20.0 30.0 40.0 50.0 60.0 120.0 240.0 480.0 960.0 1920.0 7680.0"
+TOKENS = " ".join(f"{digit * 10**power}.0" for power in range(6) for digit in (1, 2, 5))
+VLLM_BOUNDS = {
+    "time_to_first_token_seconds": FIRST_TOKEN,
+    "inter_token_latency_seconds": INTER_TOKEN,
+    "time_per_output_token_seconds": INTER_TOKEN,
+    **dict.fromkeys(
+        ("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
+         "request_decode_time_seconds", "request_inference_time_seconds"), LATENCY,
+    ),
+    **dict.fromkeys(("request_prompt_tokens", "request_generation_tokens", "request_params_max_tokens"), TOKENS),
+    "request_params_n": "1.0 2.0 5.0 10.0 20.0",
+    "request_num_preemptions": "0.0 1.0 2.0 5.0 10.0 20.0",
+}  # fmt: skip
+
+
+def test_series_with_names_of_vllm_have_its_bounds():
+    families = {family.name.removeprefix("vllm:"): family for family in RequestMetrics().families("m")}
+    for name, bounds in VLLM_BOUNDS.items():
+        found = [sample.labels["le"] for sample in families[name].samples if "le" in sample.labels]
+        assert found == [*bounds.split(), "+Inf"], name
+
+
 def test_without_figures_only_which_replicas_are_ready_is_shown():
     replicas = ReplicaMetrics([Reporting(observe_pb2.Load(running_sequences=3))], figures=False)
     assert [family.name for family in replicas.collect()] == ["toka_replica_ready"]

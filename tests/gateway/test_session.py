@@ -1,6 +1,7 @@
 """One session to a scheduler, seen from its requests."""
 
 import asyncio
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -59,6 +60,18 @@ async def test_streams_and_others_in_one_message_each_get_their_tokens():
     assert any(end.metrics.inter_token.counts)
     assert streamed.first_token_at is not None
     assert whole.first_token_at is not None
+
+
+@pytest.mark.parametrize("counts", [(1, 3, 2), (5, 7, 3)])
+async def test_several_tokens_of_each_sample_in_a_message_are_each_its_own(counts):
+    end = SchedulerEnd()
+    job = PromptRequest("r", "m", np.array([1], np.uint32), 50, None, Settings(n=3))
+    running = ActiveRequest([job], streaming=False)
+    end.session.submit(running.scheduler_requests[0])
+    tokens = [[10 * (sample + 1) + place for place in range(count)] for sample, count in enumerate(counts)]
+    finished = {sample: finish(count) for sample, count in enumerate(counts)}
+    await end.outputs(handles=[0, 1, 2], token_counts=counts, token_ids=chain(*tokens), finished=finished)
+    assert [choice.take()[0].tolist() for choice in await running.wait_ended()] == tokens
 
 
 async def test_what_a_cancelled_sample_still_gets_is_thrown_away():
