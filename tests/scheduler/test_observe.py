@@ -110,6 +110,10 @@ async def test_a_forecast_before_and_after_acceptance():
             assert refused.value.code() == grpc.StatusCode.NOT_FOUND
             service.worker.release()
             await client.finished(0, 1)
+            timed = await service.stub.Forecast(asked)  # steps have been measured
+            assert timed.start_step > 0 < timed.start_seconds
+            step_s = timed.finish_seconds / timed.finish_step
+            assert timed.start_seconds == pytest.approx(timed.start_step * step_s)
 
 
 async def test_everything_unfinished_is_listed_with_its_end():
