@@ -6,7 +6,6 @@ from google.rpc import code_pb2
 
 from services.common.errors import Internal
 from services.scheduler.api import encoding, generate, validation
-from services.scheduler.api import session as session_module
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.mailbox import Mailbox
 from services.scheduler.api.pending_grammars import PendingGrammars
