@@ -33,26 +33,26 @@ PEER_LOST_STATUS = 3  # exit status of a worker that lost another worker of its 
 
 
 class TokaError(Exception):
-    """Base of the errors that services raise on purpose. ``reason`` is a stable identifier for programs."""
+    """Base of the errors that services raise on purpose. ``reason`` is a stable identifier for programs.
+
+    ``field`` is the path of the wrong parameter as in the request, for example ``sampling.top_p``, or empty.
+    """
 
     reason = "ERROR"
     exit_status = 1  # of a process that exits because of the error
 
-    def __init__(self, message: str, *, reason: str | None = None) -> None:
+    def __init__(self, message: str, *, field: str = "", reason: str | None = None) -> None:
         super().__init__(message)
         self.message = message
+        self.field = field
         if reason is not None:
             self.reason = reason
 
 
 class InvalidRequest(TokaError):
-    """The request is wrong. ``field`` is its path as in the request, for example ``sampling.top_p``, or empty."""
+    """The request is wrong."""
 
     reason = "INVALID_REQUEST"
-
-    def __init__(self, message: str, *, field: str = "", reason: str | None = None) -> None:
-        super().__init__(message, reason=reason)
-        self.field = field
 
     @classmethod
     def at(cls, field: str, problem: str, *, reason: str | None = None) -> Self:
@@ -113,10 +113,6 @@ class NotFound(TokaError):
 
     reason = "NOT_FOUND"
 
-    def __init__(self, message: str, *, field: str = "", reason: str | None = None) -> None:
-        super().__init__(message, reason=reason)
-        self.field = field
-
 
 class AlreadyExists(TokaError):
     """The name is in use."""
@@ -135,8 +131,8 @@ class Overloaded(TokaError):
 
     reason = "QUEUE_FULL"
 
-    def __init__(self, message: str, *, retry_after_s: float, reason: str | None = None) -> None:
-        super().__init__(message, reason=reason)
+    def __init__(self, message: str, *, retry_after_s: float, field: str = "", reason: str | None = None) -> None:
+        super().__init__(message, field=field, reason=reason)
         self.retry_after_s = retry_after_s
 
 

@@ -24,13 +24,14 @@ _CODES: tuple[tuple[type[errors.TokaError], int], ...] = (
     (errors.Cancelled, code_pb2.CANCELLED),
     (errors.TokaError, code_pb2.INTERNAL),
 )
+_KINDS = {code: kind for kind, code in _CODES[:-1]} | {code_pb2.OUT_OF_RANGE: errors.InvalidRequest}
 
 
 def to_status(error: errors.TokaError) -> status_pb2.Status:
     """Return a ``google.rpc.Status`` with ErrorInfo and, if they apply, BadRequest and RetryInfo."""
     code = next(code for kind, code in _CODES if isinstance(error, kind))
     status = status_pb2.Status(code=code, message=error.message)
-    field = getattr(error, "field", "")
+    field = error.field
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata={"field": field} if field else {})
     _attach(status, info)
     if isinstance(error, errors.InvalidRequest) and field:
@@ -50,31 +51,15 @@ def from_status(status: status_pb2.Status) -> errors.TokaError:
         detail.Unpack(info)  # has no effect for a detail of another type
         detail.Unpack(retry)
     message, reason, field = status.message, info.reason or None, info.metadata.get("field", "")
-    match status.code:
-        case code_pb2.INVALID_ARGUMENT | code_pb2.OUT_OF_RANGE:
-            kind = errors.PayloadTooLarge if reason == errors.PayloadTooLarge.reason else errors.InvalidRequest
-            return kind(message, field=field, reason=reason)
-        case code_pb2.UNAUTHENTICATED:
-            return errors.Unauthenticated(message, reason=reason)
-        case code_pb2.PERMISSION_DENIED:
-            return errors.PermissionDenied(message, reason=reason)
-        case code_pb2.NOT_FOUND:
-            return errors.NotFound(message, field=field, reason=reason)
-        case code_pb2.ALREADY_EXISTS:
-            return errors.AlreadyExists(message, reason=reason)
-        case code_pb2.FAILED_PRECONDITION:
-            return errors.FailedPrecondition(message, reason=reason)
-        case code_pb2.RESOURCE_EXHAUSTED:
-            delay = retry.retry_delay.ToTimedelta().total_seconds()
-            return errors.Overloaded(message, retry_after_s=delay or 1.0, reason=reason)
-        case code_pb2.UNAVAILABLE:
-            return errors.Unavailable(message, reason=reason)
-        case code_pb2.DEADLINE_EXCEEDED:
-            return errors.DeadlineExceeded(message, reason=reason)
-        case code_pb2.CANCELLED if reason == errors.Cancelled.reason:  # gRPC itself uses the code for lost calls
-            return errors.Cancelled(message)
-        case _:
-            return errors.Internal(message, reason=reason)
+    if status.code == code_pb2.RESOURCE_EXHAUSTED:
+        delay = retry.retry_delay.ToTimedelta().total_seconds()
+        return errors.Overloaded(message, retry_after_s=delay or 1.0, field=field, reason=reason)
+    kind = _KINDS.get(status.code, errors.Internal)
+    if kind is errors.InvalidRequest and reason == errors.PayloadTooLarge.reason:
+        kind = errors.PayloadTooLarge
+    if kind is errors.Cancelled and reason != errors.Cancelled.reason:  # gRPC itself uses the code for lost calls
+        kind = errors.Internal
+    return kind(message, field=field, reason=reason)
 
 
 def from_rpc_error(error: grpc.RpcError) -> errors.TokaError:
