@@ -4,7 +4,7 @@ Metrics that vLLM has too are also published under vLLM's names.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -20,110 +20,104 @@ class ReplicaReport(NamedTuple):
     load: observe_pb2.Load
 
 
-class _Gauge(NamedTuple):
+class _Figure(NamedTuple):
+    """A gauge or a counter with one value for each scheduler."""
+
     name: str
     documentation: str
-    read: Callable[[observe_pb2.Load], float]
+    read: str | Callable[[observe_pb2.Load], float]  # from a load; or the name of a field of its counters
     vllm_names: tuple[str, ...] = ()  # further names, as in vLLM
+    scale: float = 1  # of a field
 
-
-class _Counter(NamedTuple):
-    name: str
-    documentation: str
-    field: str  # of Counters
-    vllm_names: tuple[str, ...] = ()
-
-
-_Figure = tuple[
-    _Gauge | _Counter, type[GaugeMetricFamily] | type[CounterMetricFamily], Callable[[observe_pb2.Load], float]
-]
 
 _GAUGES = (
-    _Gauge(
+    _Figure(
         "toka_num_requests_running",
         "Sequences running",
         lambda load: load.running_sequences,
         ("vllm:num_requests_running",),
     ),
-    _Gauge(
+    _Figure(
         "toka_num_requests_waiting",
         "Sequences accepted and not yet running",
         lambda load: load.waiting_sequences,
         ("vllm:num_requests_waiting",),
     ),
-    _Gauge("toka_kv_pages_total", "KV pages in total", lambda load: load.total_pages),
-    _Gauge("toka_kv_pages_free", "Empty KV pages", lambda load: load.free_pages),
-    _Gauge("toka_kv_pages_cached", "KV pages of cached prefixes, evicted when needed", lambda load: load.cached_pages),
-    _Gauge("toka_kv_pages_in_use", "KV pages held by sequences", lambda load: load.in_use_pages),
-    _Gauge("toka_kv_page_size_tokens", "Tokens in a KV page", lambda load: load.page_size),
-    _Gauge(
+    _Figure("toka_kv_pages_total", "KV pages in total", lambda load: load.total_pages),
+    _Figure("toka_kv_pages_free", "Empty KV pages", lambda load: load.free_pages),
+    _Figure("toka_kv_pages_cached", "KV pages of cached prefixes, evicted when needed", lambda load: load.cached_pages),
+    _Figure("toka_kv_pages_in_use", "KV pages held by sequences", lambda load: load.in_use_pages),
+    _Figure("toka_kv_page_size_tokens", "Tokens in a KV page", lambda load: load.page_size),
+    _Figure(
         "toka_kv_cache_usage_perc",
         "Share of the KV pages held by sequences, 0 to 1",
         lambda load: load.in_use_pages / max(load.total_pages, 1),
         ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
     ),
-    _Gauge(
+    _Figure(
         "toka_outstanding_tokens", "Upper bound of the tokens still to compute", lambda load: load.outstanding_tokens
     ),
-    _Gauge(
+    _Figure(
         "toka_plans_in_flight", "Plans sent to the worker that have no result yet", lambda load: load.plans_in_flight
     ),
-    _Gauge("toka_plans_ahead", "Limit of plans in flight", lambda load: load.plans_ahead),
-    _Gauge("toka_step_seconds", "Recent duration of a model step", lambda load: load.step_ns * 1e-9),
+    _Figure("toka_plans_ahead", "Limit of plans in flight", lambda load: load.plans_ahead),
+    _Figure("toka_step_seconds", "Recent duration of a model step", lambda load: load.step_ns * 1e-9),
 )
 _COUNTERS = (
-    _Counter("toka_steps", "Model steps", "steps"),
-    _Counter("toka_step_tokens", "Tokens of all model steps: prefilled, decoded, and computed again", "step_tokens"),
-    _Counter("toka_wasted_steps", "Steps that computed tokens of finished samples only", "wasted_steps"),
-    _Counter("toka_prompt_tokens", "Prompt tokens of accepted requests", "prompt_tokens", ("vllm:prompt_tokens",)),
-    _Counter("toka_generation_tokens", "Tokens delivered", "generated_tokens", ("vllm:generation_tokens",)),
-    _Counter(
+    _Figure("toka_steps", "Model steps", "steps"),
+    _Figure("toka_step_tokens", "Tokens of all model steps: prefilled, decoded, and computed again", "step_tokens"),
+    _Figure("toka_wasted_steps", "Steps that computed tokens of finished samples only", "wasted_steps"),
+    _Figure("toka_prompt_tokens", "Prompt tokens of accepted requests", "prompt_tokens", ("vllm:prompt_tokens",)),
+    _Figure("toka_generation_tokens", "Tokens delivered", "generated_tokens", ("vllm:generation_tokens",)),
+    _Figure(
         "toka_prefix_cache_queries",
         "Prompt tokens looked up in the prefix cache, counted for each sample",
         "looked_up_prompt_tokens",
         ("vllm:prefix_cache_queries",),
     ),
-    _Counter(
+    _Figure(
         "toka_prefix_cache_hits",
         "Prompt tokens not computed because they were cached or shared with a sibling",
         "cached_prompt_tokens",
         ("vllm:prefix_cache_hits",),
     ),
-    _Counter("toka_wasted_tokens", "Tokens computed after their sample had finished", "wasted_tokens"),
-    _Counter(
+    _Figure("toka_wasted_tokens", "Tokens computed after their sample had finished", "wasted_tokens"),
+    _Figure(
         "toka_num_preemptions",
         "Sequences preempted to free their pages",
         "preemptions",
         ("vllm:num_preemptions",),
     ),
-    _Counter("toka_yields", "Sequences of class low preempted for a higher class", "yields"),
-    _Counter(
+    _Figure("toka_yields", "Sequences of class low preempted for a higher class", "yields"),
+    _Figure(
         "toka_recomputed_tokens",
         "Tokens computed again after a preemption or the loss of a worker",
         "recomputed_tokens",
     ),
-    _Counter("toka_queue_overtakes", "Sequences admitted before a queue head that did not fit", "overtakes"),
-    _Counter(
+    _Figure("toka_queue_overtakes", "Sequences admitted before a queue head that did not fit", "overtakes"),
+    _Figure(
         "toka_postponed_plans",
         "Plans sent without new sequences because the worker was about to become idle",
         "postponed_plans",
     ),
-    _Counter("toka_batch_rows", "Rows of all steps: one for each sequence in the step", "batch_rows"),
-    _Counter("toka_hydragen_rows", "Rows of toka_batch_rows that ran in a Hydragen group", "hydragen_rows"),
-    _Counter("toka_requests_accepted", "Requests accepted", "requests_accepted"),
-    _Counter("toka_admission_rejections", "Requests rejected", "requests_rejected"),
-    _Counter("toka_sequences_finished", "Sequences that finished without being cancelled", "sequences_finished"),
-    _Counter("toka_sequences_cancelled", "Sequences cancelled", "sequences_cancelled"),
-    _Counter("toka_worker_restarts", "Restarts of the worker process", "worker_restarts"),
-)
-_SECONDS = (
-    _Counter(
-        "toka_device_busy_seconds", "Time in which the worker's device ran steps; 0 if not measured", "device_busy_ns"
+    _Figure("toka_batch_rows", "Rows of all steps: one for each sequence in the step", "batch_rows"),
+    _Figure("toka_hydragen_rows", "Rows of toka_batch_rows that ran in a Hydragen group", "hydragen_rows"),
+    _Figure("toka_requests_accepted", "Requests accepted", "requests_accepted"),
+    _Figure("toka_admission_rejections", "Requests rejected", "requests_rejected"),
+    _Figure("toka_sequences_finished", "Sequences that finished without being cancelled", "sequences_finished"),
+    _Figure("toka_sequences_cancelled", "Sequences cancelled", "sequences_cancelled"),
+    _Figure("toka_worker_restarts", "Restarts of the worker process", "worker_restarts"),
+    _Figure(
+        "toka_device_busy_seconds",
+        "Time in which the worker's device ran steps; 0 if not measured",
+        "device_busy_ns",
+        scale=1e-9,
     ),
-    _Counter(
+    _Figure(
         "toka_device_idle_seconds",
         "Time in which the device waited for the host although the next step was planned",
         "device_idle_ns",
+        scale=1e-9,
     ),
 )
 _STEP_SIZES: dict[str, Collection[int]] = {
@@ -136,22 +130,25 @@ _STAGES = ("wait", "take", "plan", "send", "report", "deliver")  # of the step l
 def replica_metrics(reports: Iterable[ReplicaReport]) -> Iterator[Metric]:
     """Yield all metrics of ``reports`` with the label ``replica``, and vLLM's names also with ``model_name``."""
     reports = list(reports)
-    gauges: Iterator[_Figure] = ((each, GaugeMetricFamily, each.read) for each in _GAUGES)
-    counters: Iterator[_Figure] = ((each, CounterMetricFamily, _reader(each.field)) for each in _COUNTERS)
-    seconds: Iterator[_Figure] = ((each, CounterMetricFamily, _reader(each.field, 1e-9)) for each in _SECONDS)
-    for figure, family_of, read in chain(gauges, counters, seconds):
-        values = [read(report.load) for report in reports]
-        family = family_of(figure.name, figure.documentation, labels=["replica"])
-        for report, value in zip(reports, values, strict=True):
-            family.add_metric([report.replica], value)
-        yield family
-        for name in figure.vllm_names:
-            family = family_of(name, figure.documentation, labels=["model_name", "replica"])
+    for family_of, figures in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+        for figure in figures:
+            values = [_value(figure, report.load) for report in reports]
+            family = family_of(figure.name, figure.documentation, labels=["replica"])
             for report, value in zip(reports, values, strict=True):
-                family.add_metric([report.model, report.replica], value)
+                family.add_metric([report.replica], value)
             yield family
+            for name in figure.vllm_names:
+                family = family_of(name, figure.documentation, labels=["model_name", "replica"])
+                for report, value in zip(reports, values, strict=True):
+                    family.add_metric([report.model, report.replica], value)
+                yield family
     yield from (_stages(reports), _forecast(reports), _waiting(reports), _cache(reports))
     yield from (_step_sizes(reports, name, shown) for name, shown in _STEP_SIZES.items())
+
+
+def _value(figure: _Figure, load: observe_pb2.Load) -> float:
+    read = figure.read
+    return figure.scale * getattr(load.counters, read) if isinstance(read, str) else read(load)
 
 
 def _waiting(reports: list[ReplicaReport]) -> Metric:
@@ -192,10 +189,6 @@ def _step_sizes(reports: list[ReplicaReport], name: str, shown: Collection[int])
         values = [report.model, report.replica] if known else [report.replica]
         family.add_metric(values, buckets, report.load.counters.step_tokens)
     return family
-
-
-def _reader(field: str, scale: float = 1) -> Callable[[observe_pb2.Load], float]:
-    return lambda load: scale * getattr(load.counters, field)
 
 
 def _stages(reports: list[ReplicaReport]) -> Metric:
