@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from services.common.config import DeploymentConfig
-from services.common.config.completion import completion, completion_of_commands
+from services.common.config.completion import completion
 from services.common.config.flag import flags_of
 from services.common.flags import FlagError
 from services.launcher.download import DownloadConfig
@@ -23,7 +23,7 @@ PATIENCE_S = 60.0
 
 
 def script(shell: str, path: Path) -> Path:
-    path.write_text(completion("toka", shell, DeploymentConfig))
+    path.write_text(completion("toka", shell, {"": DeploymentConfig}))
     return path
 
 
@@ -120,7 +120,7 @@ def test_options_and_the_values_behind_them_are_completed_at_the_key(command, pr
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_commands_and_their_own_flags_are_completed(shell, terminal, tmp_path):
     file = tmp_path / "completion"
-    file.write_text(completion_of_commands("toka", shell, {"ping": PingConfig, "fetch": DownloadConfig}))
+    file.write_text(completion("toka", shell, {"ping": PingConfig, "fetch": DownloadConfig}))
     command = ("bash", "--norc", "--noprofile", "-i") if shell == "bash" else ("zsh", "-f", "-i")
     opened = terminal(*command, directory=tmp_path)
     start = "autoload -U compinit; compinit -u -D\n" if shell == "zsh" else ""
@@ -179,7 +179,7 @@ def test_flags_that_toka_would_refuse_are_not_offered():
 
 def test_a_shell_that_is_not_known_is_refused():
     with pytest.raises(FlagError, match="expected one of bash, zsh, fish"):
-        completion("toka", "tcsh", DeploymentConfig)
+        completion("toka", "tcsh", {"": DeploymentConfig})
 
 
 @pytest.mark.parametrize("spelling", [("--completion", "bash"), ("--completion=bash",)])

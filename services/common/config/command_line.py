@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, TypeVar
 
-from services.common.config.completion import OPTION, completion, completion_of_commands
+from services.common.config.completion import OPTION, completion
 from services.common.config.deployment import DeploymentConfig
 from services.common.config.usage import usage, usage_of_commands
 from services.common.flags import Config, FlagError, asks_for_help, load, misspelt, notes
@@ -19,26 +19,22 @@ def from_command_line(kind: type[K]) -> K:
     Prints a line to stderr for each flag of another program that has no effect here. Exits with status 2 and the reason
     if a flag is wrong.
     """
-    arguments, program = sys.argv[1:], os.path.basename(sys.argv[0])
-    try:
-        if (shell := _shell(arguments)) is not None:
-            print(completion(program, shell, kind), end="")
-            raise SystemExit(0)
-        return _read(kind, program, arguments)
-    except FlagError as error:
-        fail(str(error), status=2)
+    return command_from_command_line({"": kind}, "")[1]
 
 
 def command_from_command_line(commands: Mapping[str, type[K]], purpose: str) -> tuple[str, K]:
     """Return the command that the first argument names, and its config from the other arguments.
 
-    Works as ``from_command_line`` does. Prints the usage of all commands if there is no argument.
+    Works as ``from_command_line`` does. Prints the usage of all commands if there is no argument. A program without
+    commands has one with an empty name.
     """
     arguments, program = sys.argv[1:], os.path.basename(sys.argv[0])
     try:
         if (shell := _shell(arguments)) is not None:
-            print(completion_of_commands(program, shell, commands), end="")
+            print(completion(program, shell, commands), end="")
             raise SystemExit(0)
+        if "" in commands:
+            return "", _read(commands[""], program, arguments)
         if not arguments or (arguments[0] not in commands and asks_for_help(arguments)):
             print(usage_of_commands(commands, program, purpose))
             raise SystemExit(0 if arguments else 2)

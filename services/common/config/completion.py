@@ -21,17 +21,11 @@ class _Shell(NamedTuple):
     register: Callable[[str, Sequence[str]], str]  # (program, its commands) -> what calls these functions
 
 
-def completion(program: str, shell: str, kind: type[Config]) -> str:
-    """Return the script of ``program`` with the flags of ``kind``. Raises ``FlagError`` for an unknown shell."""
-    return _script(program, shell, {"": kind})
+def completion(program: str, shell: str, commands: Mapping[str, type[Config]]) -> str:
+    """Return the script that completes the flags of each command of ``program``.
 
-
-def completion_of_commands(program: str, shell: str, commands: Mapping[str, type[Config]]) -> str:
-    """Return the script of a ``program`` with commands. Raises ``FlagError`` for an unknown shell."""
-    return _script(program, shell, commands)
-
-
-def _script(program: str, shell: str, commands: Mapping[str, type[Config]]) -> str:
+    A program without commands has one with an empty name. Raises ``FlagError`` for an unknown shell.
+    """
     if shell not in _SHELLS:
         raise FlagError(f"{OPTION} {shell}: expected one of {', '.join(_SHELLS)}")
     made = _SHELLS[shell]
