@@ -10,7 +10,8 @@ from services.common.text.vocabulary import byte_level_text
 
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# The published splitting rules, which the file does not contain. Llama 3 takes up to three digits, Qwen one.
+# The published splitting rules, which the file does not contain: words with one leading non-letter, digits,
+# punctuation, white space. Llama 3 takes up to three digits, Qwen one.
 LLAMA3_WORDS = rf"{_LETTERS}\p{{N}}{{1,3}}{_REST}"
 QWEN_WORDS = rf"{_LETTERS}\p{{N}}{_REST}"
 
@@ -56,11 +57,16 @@ def read_tiktoken(content: bytes, *, qwen: bool) -> tokenizers.Tokenizer:
     made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, fuse_unk=False, ignore_merges=True))
     if qwen:
         made.normalizer = normalizers.NFC()
-    words = pre_tokenizers.Split(Regex(QWEN_WORDS if qwen else LLAMA3_WORDS), behavior="isolated")
-    byte_alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([words, byte_alphabet])
+    made.pre_tokenizer = byte_level_words(QWEN_WORDS if qwen else LLAMA3_WORDS)
     made.decoder = decoders.ByteLevel()
     return made
+
+
+def byte_level_words(rule: str, *, add_prefix_space: bool = False) -> pre_tokenizers.Sequence:
+    """Return the pre-tokenizer that splits texts by ``rule``, and writes each byte as a character."""
+    words = pre_tokenizers.Split(Regex(rule), behavior="isolated")
+    byte_alphabet = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)
+    return pre_tokenizers.Sequence([words, byte_alphabet])
 
 
 def _read_ranks(content: bytes) -> dict[bytes, int]:

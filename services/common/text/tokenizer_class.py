@@ -7,20 +7,16 @@ pre-tokenizer and decoder. This makes a difference for files that another class 
 from pathlib import Path
 
 import tokenizers
-from tokenizers import Regex, decoders, normalizers, pre_tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
 
 from services.common.model.json_object import JsonObject, read_json
+from services.common.text.tiktoken_ranks import QWEN_WORDS, byte_level_words
 
 _BY_MODEL_TYPE = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
 # Their hub repositories name wrong classes, which transformers overrides.
 _ALWAYS_BY_MODEL_TYPE = ("qwen2",)
 # transformers uses their files unchanged, whatever class they name.
 _UNCHANGED = ("mistral",)
-
-# Qwen's published splitting rule: words with one leading non-letter, single digits, punctuation, white space.
-_QWEN_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 def read_tokenizer_config(directory: Path) -> JsonObject:
@@ -47,10 +43,8 @@ def apply_tokenizer_class(backend: tokenizers.Tokenizer, directory: Path) -> Non
     byte_level = isinstance(backend.decoder, decoders.ByteLevel)
     if name == "Qwen2Tokenizer" and byte_level:
         backend.normalizer = normalizers.NFC()
-        words = pre_tokenizers.Split(Regex(_QWEN_WORDS), behavior="isolated")
         prefix = settings.boolean("add_prefix_space")
-        byte_alphabet = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([words, byte_alphabet])
+        backend.pre_tokenizer = byte_level_words(QWEN_WORDS, add_prefix_space=prefix)
     elif name == "LlamaTokenizer" and not byte_level:
         prefix = settings.boolean("add_prefix_space", True)
         scheme = ("always" if settings.boolean("legacy") else "first") if prefix else "never"
