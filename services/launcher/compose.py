@@ -6,13 +6,12 @@ Compose has no loops, so each combination has its own file. ``docker/compose.gpu
 flags.
 """
 
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from services.common.config import from_command_line
+from services.common.config import fail, from_command_line
 from services.common.flags import Config, Excludes, Int, Strings
 
 WORKER_PORT, SCHEDULER_PORT = 10410, 10310  # in their containers
@@ -83,8 +82,7 @@ def main() -> None:
         Path(config.path).parent.mkdir(exist_ok=True)
         Path(config.path).write_text(overlay(config))
     except OSError as error:
-        print(f"toka-compose: {config.path}: {error.strerror}; run it in the repository's directory", file=sys.stderr)
-        sys.exit(1)
+        fail(f"{config.path}: {error.strerror}; run it in the repository's directory")
     print(f"wrote {config.path}. Start it with:\n\n  {command(config)} up --build --wait")
 
 

@@ -1,10 +1,8 @@
 """Downloads the files of a model and prints their directory: the command ``toka-download model=...``."""
 
-import sys
-
 from pydantic import Field
 
-from services.common.config import from_command_line
+from services.common.config import fail, from_command_line
 from services.common.errors import TokaError
 from services.common.flags import Config
 from services.common.model.files import read_card, resolve
@@ -26,8 +24,7 @@ def main() -> None:
         if not any(card.directory.glob("*.safetensors")):
             raise TokaError(f"{config.model} has no safetensors weights, the only format the worker reads")
     except TokaError as error:
-        print(f"toka-download: {error.message}", file=sys.stderr)
-        sys.exit(1)
+        fail(error.message)
     print(card.directory)
 
 

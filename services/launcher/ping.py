@@ -1,13 +1,12 @@
 """Sends one request to a running server and prints its answer: the command ``toka-ping prompt='...'``."""
 
 import ssl
-import sys
 import time
 
 import httpx
 from pydantic import Field
 
-from services.common.config import from_command_line
+from services.common.config import fail, from_command_line
 from services.common.flags import Bool, Config, Float, Int
 
 
@@ -44,9 +43,9 @@ def main() -> None:
         for text in texts:
             print(text)
     except httpx.HTTPStatusError as error:
-        _fail(f"the server answered {error.response.status_code}: {error.response.text}")
+        fail(f"the server answered {error.response.status_code}: {error.response.text}")
     except httpx.TransportError as error:
-        _fail(f"no answer from {config.host}:{config.port} ({error}); is toka running there?")
+        fail(f"no answer from {config.host}:{config.port} ({error}); is toka running there?")
 
 
 def ping(config: PingConfig) -> list[str]:
@@ -68,11 +67,6 @@ def ping(config: PingConfig) -> list[str]:
             return [choice["message"]["content"] for choice in answer.raise_for_status().json()["choices"]]
         answer = client.post("/completions", json=body | {"prompt": config.prompt})
         return [choice["text"] for choice in answer.raise_for_status().json()["choices"]]
-
-
-def _fail(reason: str) -> None:
-    print(f"toka-ping: {reason}", file=sys.stderr)
-    sys.exit(1)
 
 
 if __name__ == "__main__":

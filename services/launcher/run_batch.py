@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from services.common.batch_line import InvalidLine, UsedIds, read_request
-from services.common.config import DeploymentConfig, from_command_line
+from services.common.config import DeploymentConfig, fail, from_command_line
 from services.common.flags import Bool, Int, without_flags
 from services.common.process.children import module_command, module_environment
 from services.common.process.service import PARENT_PID
@@ -72,11 +72,11 @@ def main() -> None:
     theirs = without_flags(RunBatchConfig, sys.argv[1:], own)
     if config.url is not None and theirs:
         name = min(theirs).partition("=")[0]
-        _exit(2, f"flag {name}: the server at url={config.url} has its own flags; omit one of them")
+        fail(f"flag {name}: the server at url={config.url} has its own flags; omit one of them", status=2)
     if config.ca is not None and not (config.url or "").startswith("https:"):
-        _exit(2, f"flag ca={config.ca}: has no effect without url=https://...; leave it out, or set both")
+        fail(f"flag ca={config.ca}: has no effect without url=https://...; leave it out, or set both", status=2)
     if config.url is None and config.http_cert is not None:
-        _exit(2, f"flag http_cert={config.http_cert}: only this program calls the server that it starts; omit it")
+        fail(f"flag http_cert={config.http_cert}: only this program calls the server that it starts; omit it", status=2)
     try:
         with contextlib.nullcontext(config.url) if config.url is not None else _own_server(config, theirs) as url:
             run = _Run(config, url.rstrip("/").removesuffix("/v1"))
@@ -84,15 +84,15 @@ def main() -> None:
             with open(config.output, "ab") as output:
                 tally = asyncio.run(run.all_lines(done, output))
     except (OSError, RuntimeError) as error:
-        _exit(1, str(error))
+        fail(str(error))
     except KeyboardInterrupt:
-        _exit(130, f"stopped; the same command continues with the lines that are not in {config.output}")
+        fail(f"stopped; the same command continues with the lines that are not in {config.output}", status=130)
     for message in tally.invalid[:_PRINTED_ERRORS]:
         print(f"toka-run-batch: {message}", file=sys.stderr)
     if (more := len(tally.invalid) - _PRINTED_ERRORS) > 0:
         print(f"toka-run-batch: {more} more lines are not requests", file=sys.stderr)
     if tally.failed:
-        _exit(1, f"{tally.failed} lines failed; see {config.output}")
+        fail(f"{tally.failed} lines failed; see {config.output}")
 
 
 class _Run:
@@ -288,11 +288,6 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
 
 def _count_lines(path: str) -> int:
     return sum(1 for _ in _lines(path))
-
-
-def _exit(status: int, reason: str) -> None:
-    print(f"toka-run-batch: {reason}", file=sys.stderr)
-    raise SystemExit(status)
 
 
 if __name__ == "__main__":
