@@ -108,12 +108,8 @@ def overlay(config: ComposeConfig) -> str:
 
 
 def _arguments(config: ComposeConfig) -> list[str]:
-    given: dict[str, object] = {"dp": config.dp, "tp": config.tp, "pp": config.pp, "device": config.device}
-    if config.gpus:
-        given["gpus"] = ",".join(config.gpus)
-    if config.grpc_port != SCHEDULER_PORT:
-        given["grpc_port"] = config.grpc_port
-    return [f"{name}={value}" for name, value in given.items()]
+    always: dict[str, object] = {"dp": config.dp, "tp": config.tp, "pp": config.pp, "device": config.device}
+    return [f"{name}={value}" for name, value in (always | config.changed()).items() if name != "output"]
 
 
 def _worker(config: ComposeConfig, replica: int) -> str:

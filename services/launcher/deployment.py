@@ -15,7 +15,7 @@ from services.common.config import (
     WorkerConfig,
 )
 from services.common.errors import InvalidRequest
-from services.common.flags import ENV_PREFIX, Config, as_text
+from services.common.flags import ENV_PREFIX, Config
 from services.common.host.resources import gpu_names
 from services.common.process.handover import Handover
 from services.common.rpc.channel import PLAIN, Dialer
@@ -121,12 +121,8 @@ def _plan_workers(
 
 def _flags(kind: type[Config], config: DeploymentConfig, chosen: dict[str, object]) -> tuple[str, ...]:
     """Return the flags of one child: those chosen for it, and those that differ from the defaults."""
-    values = {**dict(config.part(kind)), **chosen}
-    return tuple(
-        f"{name}={as_text(values[name])}"
-        for name, field in kind.model_fields.items()
-        if values[name] is not None and values[name] != field.default
-    )
+    child = config.part(kind).model_copy(update=chosen)
+    return tuple(f"{name}={value}" for name, value in child.changed().items())
 
 
 def _local_host(host: str) -> str:

@@ -76,11 +76,7 @@ def describe(config: DeploymentConfig, settings: Sequence[Setting], device: str)
     for each in settings:
         start = f"  {each.name:<{names}}  {each.value:>{values}}  "
         lines += textwrap.wrap(each.reason, _WIDTH, initial_indent=start, subsequent_indent=indent)
-    given = {
-        name: as_text(value)
-        for name, field in DeploymentConfig.model_fields.items()
-        if name not in _SECRET and (value := getattr(config, name)) != field.default and value is not None
-    }
+    given = {name: value for name, value in config.changed().items() if name not in _SECRET}
     chosen = given | {each.name: each.value for each in settings if each.value not in ("", "auto")}
     flags = [f"{name}={value}" for name, value in chosen.items() if not _without_effect(name, chosen)]
     return "\n".join([*lines, "", f"The same again: toka {shlex.join(flags)}"])

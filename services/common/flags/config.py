@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 
 from services.common.flags.errors import FlagError
 from services.common.flags.rules import Rule
+from services.common.flags.values import as_text
 
 Examples = tuple[tuple[str, str], ...]  # arguments, and their effect
 
@@ -61,6 +62,11 @@ class Config(BaseModel):
     def part(self, kind: type["C"]) -> "C":
         """Return the flags of ``kind`` that this config has; others have their defaults. Nothing is checked again."""
         return kind.model_construct(**{name: value for name, value in self if name in kind.model_fields})
+
+    def changed(self) -> dict[str, str]:
+        """Return the flags that do not have their defaults, as text of a command line."""
+        fields = type(self).model_fields
+        return {name: as_text(value) for name, value in self if value not in (None, fields[name].default)}
 
     @model_validator(mode="after")
     def _keeps_the_rules_of_its_flags(self) -> Self:
