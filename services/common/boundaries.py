@@ -4,8 +4,7 @@ Threads, background tasks and handlers of calls catch exceptions of any kind wit
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol
 
@@ -74,22 +73,14 @@ class errors_as_internal:
             raise Internal.logged() from error
 
 
-class undo_on_error:
-    """Context manager that calls ``undo`` if its block raises. The exception goes on."""
-
-    __slots__ = ("_undo",)
-
-    def __init__(self, undo: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        self._undo = partial(undo, *args, **kwargs)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._undo()
+@contextlib.contextmanager
+def undo_on_error(undo: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Iterator[None]:
+    """Call ``undo`` if the block raises. The exception goes on."""
+    try:
+        yield
+    except BaseException:
+        undo(*args, **kwargs)
+        raise
 
 
 @contextlib.asynccontextmanager
@@ -97,7 +88,8 @@ async def undo_on_error_async(
     undo: Callable[P, Awaitable[object]], *args: P.args, **kwargs: P.kwargs
 ) -> AsyncIterator[None]:
     """Await ``undo`` if the block raises. The exception goes on."""
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(undo, *args, **kwargs)
+    try:
         yield
-        stack.pop_all()
+    except BaseException:
+        await undo(*args, **kwargs)
+        raise
