@@ -26,7 +26,7 @@ class _Usage:
     at: float  # time of the level
     running: int = 0
     background: list[Callable[[], None]] = field(default_factory=list)  # work that yields to requests, newest first
-    waiting: list[asyncio.Future[None]] = field(default_factory=list)  # for capacity for background work
+    capacity: asyncio.Event = field(default_factory=asyncio.Event)  # set for a moment when background work may fit
 
 
 @dataclass
@@ -94,21 +94,14 @@ class KeyLimits:
 
     async def wait_for_capacity(self, name: str, at_most_s: float) -> None:
         """Wait at most ``at_most_s`` seconds for capacity for background work of the key ``name``."""
-        use, capacity = self._uses[name], asyncio.get_running_loop().create_future()
-        use.waiting.append(capacity)
-        try:
-            await asyncio.wait([capacity], timeout=at_most_s)
-        finally:
-            if capacity in use.waiting:
-                use.waiting.remove(capacity)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._uses[name].capacity.wait(), at_most_s)
 
     def notify_capacity(self, name: str) -> None:
         """Wake up the tasks in ``wait_for_capacity``."""
-        use = self._uses[name]
-        waiting, use.waiting = use.waiting, []
-        for capacity in waiting:
-            if not capacity.done():
-                capacity.set_result(None)
+        capacity = self._uses[name].capacity
+        capacity.set()
+        capacity.clear()
 
     def reserve(self, key: Key | None, tokens: int, *, field: str = "max_tokens") -> Reservation | None:
         """Reserve ``tokens`` for a request. Return None if the key has no limit.
