@@ -4,11 +4,12 @@ Run as a program, this module prints the facts as JSON. ``read_driver`` runs it 
 that hangs or crashes does not take its caller with it.
 """
 
-import json
 import os
 import subprocess
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from services.common.process.children import module_command, module_environment
 
@@ -37,7 +38,10 @@ class Driver:
     trouble: str = ""
     version: str = ""
     cuda: tuple[int, int] = (0, 0)  # the latest CUDA version that it supports
-    gpus: tuple[GpuInfo, ...] = field(default_factory=tuple)
+    gpus: tuple[GpuInfo, ...] = ()
+
+
+_DRIVER = TypeAdapter(Driver)
 
 
 def read_driver() -> Driver:
@@ -49,17 +53,7 @@ def read_driver() -> Driver:
         return Driver(f"NVIDIA's driver did not answer within {_TIMEOUT_S:.0f} s")
     if done.returncode:
         return Driver(f"asking NVIDIA's driver ended with status {done.returncode}: {done.stderr.strip()[-200:]}")
-    return _from_json(json.loads(done.stdout))
-
-
-def _from_json(read: dict[str, Any]) -> Driver:
-    """Return the facts from their JSON, which has lists in the place of tuples."""
-    gpus: list[Any] = [
-        {name: tuple(value) if isinstance(value, list) else value for name, value in gpu.items()}
-        for gpu in read["gpus"]
-    ]
-    major, minor = read["cuda"]
-    return Driver(read["trouble"], read["version"], (major, minor), tuple(GpuInfo(**gpu) for gpu in gpus))
+    return _DRIVER.validate_json(done.stdout)
 
 
 def ask() -> Driver:
@@ -101,4 +95,4 @@ def _reaches(nvml: Any, one: Any, other: Any, how: int) -> bool:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(ask())))
+    print(_DRIVER.dump_json(ask()).decode())
