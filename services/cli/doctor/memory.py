@@ -33,20 +33,26 @@ def check_memory(machine: Machine, shape: ModelShape) -> Iterator[Finding]:
 
 def footprints(machine: Machine, shape: ModelShape) -> list[Footprint]:
     """Return the footprints of a replica's ranks on CUDA, with the settings that the workers would choose."""
-    config, found, device = machine.config, [], _device(machine)
-    for stage, layers in enumerate(shape.stages):
-        for rank in range(config.tp_size):
-            ranks = Ranks(rank, config.tp_size, stage, config.pp_size)
-            chosen, _ = choose(config.part(WorkerConfig), device, shape.described, ranks, layers)
-            found.append(footprint(chosen, shape.described, ranks, layers))
+    config, found, device = machine.config.part(WorkerConfig), [], _device(machine)
+    for ranks, layers in _ranks(machine, shape):
+        chosen, _ = choose(config, device, shape.described, ranks, layers)
+        found.append(footprint(chosen, shape.described, ranks, layers))
     return found
 
 
 def choices(machine: Machine, shape: ModelShape) -> tuple[FlagChoice, ...]:
     """Return the settings that the first worker would choose."""
-    config, described = machine.config, shape.described
-    ranks = Ranks(0, config.tp_size, 0, config.pp_size)
-    return choose(config.part(WorkerConfig), _device(machine), described, ranks, shape.stages[0])[1]
+    config = machine.config.part(WorkerConfig)
+    ranks, layers = next(_ranks(machine, shape))
+    return choose(config, _device(machine), shape.described, ranks, layers)[1]
+
+
+def _ranks(machine: Machine, shape: ModelShape) -> Iterator[tuple[Ranks, range]]:
+    """Yield each rank of a replica, and its layers."""
+    config = machine.config
+    for stage, layers in enumerate(shape.stages):
+        for rank in range(config.tp_size):
+            yield Ranks(rank, config.tp_size, stage, config.pp_size), layers
 
 
 def _device(machine: Machine) -> Device:
@@ -133,12 +139,10 @@ def _on_cpu(machine: Machine, shape: ModelShape) -> Iterator[Finding]:
     if requested == "auto":
         requested = int(next(each.value for each in choices(machine, shape) if each.name == "kv_cache_num_tokens"))
     weights = cache = 0
-    for stage, layers in enumerate(shape.stages):
-        for rank in range(config.tp_size):
-            ranks = Ranks(rank, config.tp_size, stage, config.pp_size)
-            local = local_config(shape.described, ranks, layers)
-            weights += weight_bytes(shape.described, ranks, layers, item, config.quantization)
-            cache += page_bytes(local, config.page_size, item) * (requested // config.page_size)
+    for ranks, layers in _ranks(machine, shape):
+        local = local_config(shape.described, ranks, layers)
+        weights += weight_bytes(shape.described, ranks, layers, item, config.quantization)
+        cache += page_bytes(local, config.page_size, item) * (requested // config.page_size)
     weights, cache, free = weights * config.dp_size, cache * config.dp_size, available_memory()
     text = f"CPU: weights {amount(weights)}, KV cache {amount(cache)} when it is full, of {amount(free)}"
     facts = {"weights_bytes": weights, "cache_bytes": cache, "free_bytes": free}
