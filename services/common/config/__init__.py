@@ -13,21 +13,3 @@ from services.common.config.scheduler import PRIORITY_CLASSES, SchedulerConfig
 from services.common.config.service import LogFormat, ServiceFlags
 from services.common.config.usage import usage
 from services.common.config.worker import ChosenWorkerConfig, WorkerConfig
-
-__all__ = [
-    "API_KEY_VARIABLES",
-    "PRIORITY_CLASSES",
-    "ChosenDeploymentConfig",
-    "ChosenWorkerConfig",
-    "DeploymentConfig",
-    "GatewayConfig",
-    "GrpcFlags",
-    "LogFormat",
-    "SchedulerConfig",
-    "ServiceFlags",
-    "WorkerConfig",
-    "command_from_command_line",
-    "fail",
-    "from_command_line",
-    "usage",
-]
