@@ -9,14 +9,16 @@ flags.
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from services.common.config import fail, from_command_line
-from services.common.flags import Config, Excludes, Int, Strings
+from services.common.flags import Config, Excludes, Int, Strings, distinct, each
 
 WORKER_PORT, SCHEDULER_PORT = 10410, 10310  # in their containers
 CUDA_PYTHON_IMAGE = "python:3.12.13-slim-bookworm"
 MOST_RANKS = 8  # of a replica; docker/prometheus/prometheus.yml scrapes this number of ports
+
+_ARE_GPUS = each(lambda name: name.replace("-", "").isalnum(), "is neither a number nor a UUID; see nvidia-smi -L")
 
 
 class ComposeConfig(Config):
@@ -26,7 +28,7 @@ class ComposeConfig(Config):
     tp: Int = Field(1, ge=1, le=MOST_RANKS, description="tensor-parallel ranks of a replica")
     pp: Int = Field(1, ge=1, le=MOST_RANKS, description="pipeline stages of a replica")
     device: Literal["cuda", "cpu"] = "cuda"
-    gpus: Annotated[Strings, Excludes(device="cpu")] = Field(
+    gpus: Annotated[Strings, _ARE_GPUS, distinct("each rank needs its own GPU"), Excludes(device="cpu")] = Field(
         (), description="NVIDIA's numbers or UUIDs, one for each rank; default: from 0 on"
     )
     grpc_port: Int = Field(
@@ -35,16 +37,6 @@ class ComposeConfig(Config):
     output: str = Field(
         "", description="the file; -: stdout; default: docker/DEVICE/dpN-tpN-ppN.yml, gpu for cuda, in this directory"
     )
-
-    @field_validator("gpus")
-    @classmethod
-    def _gpus_differ(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        for name in names:
-            if not name.replace("-", "").isalnum():
-                raise ValueError(f"{name!r} is neither a number nor a UUID; see nvidia-smi -L")
-            if names.count(name) > 1:
-                raise ValueError(f"{name} is listed twice; each rank needs its own GPU")
-        return names
 
     @model_validator(mode="after")
     def _a_gpu_for_each_rank(self) -> "ComposeConfig":

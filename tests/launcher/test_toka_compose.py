@@ -154,7 +154,7 @@ def test_what_is_included_is_named_as_what_is_written():
         (["tp=4", "pp=4"], f"a replica of 16 ranks, but a container has {MOST_RANKS} at most"),
         (["dp=0"], "flag dp='0': input should be greater than or equal to 1"),
         (["gpus=0,1"], "expected 1 GPUs, one for each of the dp=1 x tp=1 x pp=1 ranks"),
-        (["dp=2", "gpus=3,3"], "3 is listed twice"),
+        (["dp=2", "gpus=3,3"], "3 is named twice"),
         (["gpus=0; rm"], "is neither a number nor a UUID"),
         (["gpus=0", "device=cpu"], "has no effect with device=cpu"),
         (["dp_size=2"], "unknown flag 'dp_size'"),

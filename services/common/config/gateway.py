@@ -3,18 +3,21 @@
 import re
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from services.common.config.grpc import GrpcFlags, refuse_unverified_schedulers
 from services.common.config.keys import KeyFlags
 from services.common.config.service import ServiceFlags
-from services.common.flags import AutoInt, Bool, Config, Examples, Excludes, Float, Int, Needs, Strings, within
+from services.common.flags import AutoInt, Bool, Config, Examples, Excludes, Float, Int, Needs, Strings, each, within
 
 MOST_CONNECTIONS = 65_536  # of a gateway whose max_connections is auto
 
 _ABOVE_INFO = ("WARNING", "ERROR")
 _LOGS_INFO = Excludes(log_level=_ABOVE_INFO, gateway_log_level=_ABOVE_INFO)
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#]+")
+_ARE_ORIGINS = each(
+    re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#]+").fullmatch,
+    "is no origin; write SCHEME://HOST or SCHEME://HOST:PORT, or * for all",
+)
 
 
 class GatewayFlags(Config):
@@ -48,7 +51,7 @@ class GatewayFlags(Config):
     keep_alive_seconds: Float = Field(
         120.0, gt=0, le=3600, description="idle connections stay open; longer than the pools of clients keep them"
     )
-    cors_origins: Strings = Field(
+    cors_origins: Annotated[Strings, _ARE_ORIGINS] = Field(
         (), description="origins whose web pages may call the API, such as https://chat.example.com; *: all"
     )
     http_cert: Annotated[str | None, Needs("http_key")] = Field(
@@ -86,14 +89,6 @@ class GatewayFlags(Config):
     reasoning_parser: Literal["auto", "qwen3", "none"] = Field(
         "auto", description="qwen3: <think>...</think> is the model's reasoning; auto: if its chat template has it"
     )
-
-    @field_validator("cors_origins")
-    @classmethod
-    def _origins_are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
-        for origin in origins:
-            if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ValueError(f"{origin!r} is no origin; write SCHEME://HOST or SCHEME://HOST:PORT, or * for all")
-        return origins
 
     @model_validator(mode="after")
     def _the_largest_body_fits(self) -> Self:

@@ -9,10 +9,14 @@ from services.common.config.keys import KeyFlags
 from services.common.config.metrics import MetricsFlags
 from services.common.config.service import ServiceFlags
 from services.common.config.shared import PipelineSize
-from services.common.flags import AutoBool, Bool, Config, Examples, Excludes, Float, Int, Needs, Strings
+from services.common.flags import AutoBool, Bool, Config, Examples, Excludes, Float, Int, Needs, Strings, distinct, each
 from services.common.logprobs_mode import LogprobsMode
 
 PRIORITY_CLASSES = ("high", "normal", "low")
+
+_ARE_CLASSES = each(
+    PRIORITY_CLASSES.__contains__, f"is no priority class; the classes are {', '.join(PRIORITY_CLASSES)}"
+)
 
 
 class SchedulerFlags(Config):
@@ -34,7 +38,7 @@ class SchedulerFlags(Config):
     admission: Literal["predicted", "guaranteed"] = Field(
         "predicted", description="answers are taken to be as long as earlier ones were, or as their limits"
     )
-    guaranteed_classes: Annotated[Strings, Excludes(admission="guaranteed")] = Field(
+    guaranteed_classes: Annotated[Strings, _ARE_CLASSES, Excludes(admission="guaranteed")] = Field(
         (), description="priority classes (high,normal,low) admitted as guaranteed whatever admission= says"
     )
     admission_margin: Float = Field(
@@ -68,30 +72,14 @@ class SchedulerFlags(Config):
             raise ValueError("expected HOST:PORT, such as 127.0.0.1:8125")
         return url
 
-    @field_validator("guaranteed_classes")
-    @classmethod
-    def _classes_exist(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        for name in names:
-            if name not in PRIORITY_CLASSES:
-                raise ValueError(f"{name!r} is no priority class; the classes are {', '.join(PRIORITY_CLASSES)}")
-        return names
-
 
 class SchedulerPlaceFlags(Config):
     """Addresses of a scheduler and of its workers. ``toka`` chooses them itself."""
 
     scheduler_listen: str = Field("127.0.0.1:10310", description="address to listen on, host:port or unix:path")
-    worker_addresses: Strings = Field(
+    worker_addresses: Annotated[Strings, distinct("name the address of each rank once")] = Field(
         ("127.0.0.1:10410",), min_length=1, description="the replica's workers, one for each rank, in any order"
     )
-
-    @field_validator("worker_addresses")
-    @classmethod
-    def _workers_differ(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
-        for address in addresses:
-            if addresses.count(address) > 1:
-                raise ValueError(f"{address} is named twice; name the address of each rank once")
-        return addresses
 
 
 class SchedulerConfig(SchedulerPlaceFlags, SchedulerFlags, KeyFlags, MetricsFlags, ServiceFlags, GrpcFlags):

@@ -4,13 +4,18 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field
 
 from services.common.allowed_hosts import is_listable
 from services.common.config.original import METHODS, ORIGINAL
-from services.common.flags import Bool, Config, Float, Needs, Strings, Translation
+from services.common.flags import Bool, Config, Float, Needs, Strings, Translation, each
 
 _OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+_ARE_HOSTS = each(
+    is_listable,
+    "is no host name; write NAME such as api.example.com, *.DOMAIN for all names below it, or * for any, without a"
+    " scheme and a port",
+)
 
 
 def _upper(value: Any) -> Any:
@@ -32,7 +37,7 @@ class ServiceFlags(Config):
     served_model_name: Strings = Field(
         (), description="names of the model in the API, the main one first; default: the last part of model="
     )
-    allowed_hosts: Strings = Field(
+    allowed_hosts: Annotated[Strings, _ARE_HOSTS] = Field(
         (),
         description="names of this machine in the URLs of HTTP ports that require no key, beside addresses, names"
         " without a dot and *.local; *.example.com: all names below; *: any",
@@ -57,17 +62,6 @@ class ServiceFlags(Config):
     trace_sample_ratio: Annotated[Float, Needs("otlp_endpoint", variable=_OTLP_ENDPOINT)] = Field(
         1.0, ge=0, le=1, description="share of the requests traced whose callers have not decided that themselves"
     )
-
-    @field_validator("allowed_hosts")
-    @classmethod
-    def _hosts_are_names(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
-        for host in hosts:
-            if not is_listable(host):
-                raise ValueError(
-                    f"{host!r} is no host name; write NAME such as api.example.com, *.DOMAIN for all names below it, or"
-                    " * for any, without a scheme and a port"
-                )
-        return hosts
 
     @property
     def traces_to(self) -> str:

@@ -26,6 +26,8 @@ from services.common.flags.values import (
     Strings,
     arithmetic,
     as_text,
+    distinct,
+    each,
     true_false,
     types_of,
     within,

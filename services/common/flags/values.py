@@ -109,6 +109,30 @@ def within(least: int, most: int | None = None) -> AfterValidator:
     return AfterValidator(check)
 
 
+def each(accepts: Callable[[str], object], wrong: str) -> AfterValidator:
+    """Return the check that ``accepts`` holds for every item of a list. ``wrong`` follows an item in the error."""
+
+    def check(items: tuple[str, ...]) -> tuple[str, ...]:
+        for item in items:
+            if not accepts(item):
+                raise ValueError(f"{item!r} {wrong}")
+        return items
+
+    return AfterValidator(check)
+
+
+def distinct(fix: str) -> AfterValidator:
+    """Return the check that no item of a list is given twice. ``fix`` says what to do."""
+
+    def check(items: tuple[str, ...]) -> tuple[str, ...]:
+        for item in items:
+            if items.count(item) > 1:
+                raise ValueError(f"{item} is named twice; {fix}")
+        return items
+
+    return AfterValidator(check)
+
+
 def as_text(value: object) -> str:
     """Return ``value`` as it is written on a command line; an empty string for None."""
     match value:
