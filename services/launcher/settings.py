@@ -52,12 +52,8 @@ async def read_settings(given: DeploymentConfig, gateways: Setting, worker: Chil
         stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
         response = await stub.GetWorkerInfo(worker_pb2.GetWorkerInfoRequest(), timeout=_DEADLINE_S)
         info = response.info
-    return describe(given, [*worker_settings(info), hydragen_setting(given, info), gateways], info.device)
-
-
-def worker_settings(info: worker_pb2.WorkerInfo) -> list[Setting]:
-    """Return the settings that the worker reports."""
-    return [Setting(each.name, each.value, each.reason) for each in info.choices]
+    chosen = [Setting(each.name, each.value, each.reason) for each in info.choices]
+    return describe(given, [*chosen, hydragen_setting(given, info), gateways], info.device)
 
 
 def hydragen_setting(config: DeploymentConfig, info: worker_pb2.WorkerInfo) -> Setting:
