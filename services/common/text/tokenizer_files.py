@@ -40,7 +40,7 @@ def read_backend(directory: Path) -> tokenizers.Tokenizer:
     """
     whole = directory / "tokenizer.json"
     content = read_bytes(whole, most=LARGEST_TOKENIZER, field="tokenizer")
-    if content is None:
+    if content is None:  # a converted tokenizer neither truncates nor pads
         return _convert(directory)
     if _PREFIX.search(content):
         _check_prefix(content, whole)
@@ -147,8 +147,6 @@ def _convert(directory: Path) -> tokenizers.Tokenizer:
                 ends["bos"] = read_special_token(directory, "bos_token") or _LLAMA3_BOS
         _add(made, added)
         _add_ends(made, ends)
-        made.no_truncation()
-        made.no_padding()
     return made
 
 
