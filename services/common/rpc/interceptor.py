@@ -5,7 +5,6 @@ without its text, which may contain a user's data.
 """
 
 import asyncio
-import contextlib
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeAlias
@@ -92,8 +91,10 @@ def _with_parsing(handler: Handler, behavior: Behavior) -> Behavior:
 def _guard_unary(behavior: Behavior, method: str) -> Behavior:
     @functools.wraps(behavior)
     async def guarded(request: Any, context: AnyContext) -> Any:
-        async with _errors_as_status(context, method):
+        try:
             return await behavior(request, context)
+        except Exception as error:
+            await abort(context, error, method)
 
     return guarded
 
@@ -101,23 +102,17 @@ def _guard_unary(behavior: Behavior, method: str) -> Behavior:
 def _guard_stream(behavior: Behavior, method: str) -> Behavior:
     @functools.wraps(behavior)
     async def guarded(request: Any, context: AnyContext) -> AsyncIterator[Any]:
-        async with _errors_as_status(context, method):
+        try:
             responses = behavior(request, context)
             if not hasattr(responses, "__aiter__"):  # reflection and health return plain coroutines or iterators
                 await responses
                 return
             async for response in responses:
                 yield response
+        except Exception as error:
+            await abort(context, error, method)
 
     return guarded
-
-
-@contextlib.asynccontextmanager
-async def _errors_as_status(context: AnyContext, method: str) -> AsyncIterator[None]:
-    try:
-        yield
-    except Exception as error:
-        await abort(context, error, method)
 
 
 async def abort(context: AnyContext, error: Exception, method: str) -> NoReturn:
