@@ -23,8 +23,9 @@ from rich.table import Table
 from bench.problems import read_problems
 from bench.processes import Usage
 from bench.scheduler_capacity import processes
+from bench.send import failures, send_all
 from bench.server import START_TIMEOUT_S, report
-from services.cli.bench.clients import failures, makespan, send_all
+from services.cli.bench.clients import makespan
 from services.cli.bench.problems import few_shot_prompts
 from services.common.config import from_command_line
 from services.common.flags import Bool, Config, Int

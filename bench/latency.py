@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
+from bench.send import failures, send_all
 from bench.server import report
 from bench.target import Target, TargetConfig, first_target, ratios, rival
-from services.cli.bench.clients import failures, send_all
 from services.cli.bench.exchange import Reply
 from services.cli.bench.stream_times import HEADINGS, StreamTimes
 from services.common.config import from_command_line

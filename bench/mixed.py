@@ -10,11 +10,12 @@ from typing import Any
 
 from pydantic import Field
 
+from bench.send import failures, send_all
 from bench.server import report
 from bench.target import Target, TargetConfig, measure_throughput, median_run
 from bench.traces import LONGEST_ANSWER, LONGEST_PROMPT, VOCAB_SIZE, mix
 from bench.watch import Watch, during, summary
-from services.cli.bench.clients import failures, makespan, send_all
+from services.cli.bench.clients import makespan
 from services.cli.bench.exchange import Reply
 from services.common.config import from_command_line
 from services.common.flags import Bool, Float, Int

@@ -13,10 +13,11 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from bench.problems import PROBLEMS
+from bench.send import failures, send_all
 from bench.server import report
 from bench.target import Target, TargetConfig, measure_throughput, median_run
 from bench.watch import Watch, during, plot, steady, summary
-from services.cli.bench.clients import failures, makespan, send_all
+from services.cli.bench.clients import makespan
 from services.cli.bench.problems import few_shot_prompts, read_problems
 from services.common.config import from_command_line
 from services.common.flags import Float, Int

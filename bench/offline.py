@@ -18,8 +18,9 @@ from rich.table import Table
 from bench.gateway_capacity import FIRST_MERGED_TOKEN, VOCAB_SIZE, GatewayConfig, gateways, worker_shape
 from bench.processes import Usage
 from bench.scheduler_capacity import processes
+from bench.send import failures, send_all
 from bench.server import report
-from services.cli.bench.clients import failures, makespan, send_all
+from services.cli.bench.clients import makespan
 from services.client import LLM, SamplingParams
 from services.common.config import from_command_line
 from services.common.flags import Config, Int

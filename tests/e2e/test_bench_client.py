@@ -3,10 +3,10 @@
 import pytest
 
 from bench import latency
+from bench.send import failures, send_all
 from bench.server import free_port
 from bench.target import Target, TargetConfig, ratios
 from bench.watch import Sample, read_metrics, steady, summary
-from services.cli.bench.clients import failures, send_all
 from services.cli.bench.exchange import Reply
 from services.common.flags import FlagError, build
 

@@ -1,6 +1,7 @@
 """The figures of a load: counts, rates and distributions of times."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -116,9 +117,6 @@ def histogram(values: Sequence[float], bins: int) -> tuple[list[float], list[int
 
 
 def _by_kind(replies: Sequence[Reply]) -> dict[str, Errors]:
-    found: dict[str, Errors] = {}
-    for reply in replies:
-        if reply.error:
-            before = found.get(reply.kind)
-            found[reply.kind] = Errors(1 + (before.count if before else 0), before.example if before else reply.error)
-    return dict(sorted(found.items(), key=lambda each: -each[1].count))
+    counts = Counter(reply.kind for reply in replies if reply.error)
+    examples = {reply.kind: reply.error for reply in reversed(replies) if reply.error}
+    return {kind: Errors(count, examples[kind]) for kind, count in counts.most_common()}

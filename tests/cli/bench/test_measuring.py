@@ -12,8 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
+from bench.send import send_all
 from services.cli.bench.app import main
-from services.cli.bench.clients import ClientError, Clients, send_all
+from services.cli.bench.clients import ClientError, Clients
 from services.cli.bench.exchange import Endpoint, Reply
 from services.cli.bench.figures import Figures, histogram, output_rate
 from services.cli.bench.load import OfferedLoad, poisson
