@@ -54,7 +54,7 @@ class LatencyConfig(ServerFlags, RequestFlags, ResultFlags):
 def latency(config: LatencyConfig) -> int:
     """Measure, show the figures, and return the exit status. Raises ``ServerError``."""
     run = BenchRun.of("latency", config)
-    fields = config.fields(ignore_eos=config.ignore_eos is not False)
+    fields = config.fields(ignore_eos=True)
     lengths = config.prompt_tokens, config.output_tokens
     body = Synthetic(Asking(run.model, fields=fields), run.settings["seed"], *lengths, config.vocab_size)
     by_count: dict[int, list[Reply]] = {}

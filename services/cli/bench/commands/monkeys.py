@@ -69,8 +69,7 @@ def monkeys(config: MonkeysConfig) -> int:
         lambda: None if dataset is None else few_shot_prompts(read_problems(dataset), problems + 1, config.shots)
     )
     run = BenchRun.of("monkeys", config)
-    eos = config.ignore_eos if config.ignore_eos is not None else prompts is None
-    fields = {"n": samples // parts} | config.fields(ignore_eos=eos)
+    fields = {"n": samples // parts} | config.fields(ignore_eos=prompts is None)
     if prompts is not None:
         fields = {"stop": ["Question:"]} | fields
     asking = Asking(run.model, stream=False, fields=fields)

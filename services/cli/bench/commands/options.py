@@ -132,8 +132,9 @@ class RequestFlags(Config):
     )
 
     def fields(self, *, ignore_eos: bool) -> dict[str, Any]:
-        """Return the fields that every request's body has."""
-        found = {"temperature": self.temperature} | ({"ignore_eos": True} if ignore_eos else {})
+        """Return the fields that every request's body has. ``ignore_eos`` applies if the flag is not given."""
+        ignores = ignore_eos if self.ignore_eos is None else self.ignore_eos
+        found = {"temperature": self.temperature} | ({"ignore_eos": True} if ignores else {})
         return found | (self.extra_body or {})
 
 

@@ -75,8 +75,7 @@ def serve(config: ServeConfig) -> int:
 
     run = BenchRun.of("serve", config, chat=chat)
     seed: int = run.settings["seed"]
-    eos = config.ignore_eos if config.ignore_eos is not None else prompts is None
-    asking = Asking(run.model, chat, config.stream, config.fields(ignore_eos=eos))
+    asking = Asking(run.model, chat, config.stream, config.fields(ignore_eos=prompts is None))
     body = make_bodies(asking, seed, prompts, config.prompt_tokens, config.output_tokens, config.vocab_size)
     count = config.requests or (None if duration is not None else _REQUESTS)
     arrivals, concurrency = None, None
