@@ -11,7 +11,7 @@ from typing import Any
 from services.common.boundaries import undo_on_error_async
 from services.common.config import DeploymentConfig
 from services.common.errors import InvalidRequest, Unavailable
-from services.common.flags import ENV_PREFIX, FlagError, load
+from services.common.flags import ENV_PREFIX, FlagError, as_text, load
 from services.common.process.children import module_command, module_environment
 from services.common.process.service import PARENT_PID
 
@@ -102,7 +102,7 @@ class EngineProcess:
 
 def _arguments(flags: Mapping[str, Any]) -> list[str]:
     """Return ``flags`` as a command line. Raises ``InvalidRequest`` for flags that ``toka`` rejects."""
-    arguments = [f"{name}={_as_text(value)}" for name, value in flags.items() if value is not None]
+    arguments = [f"{name}={as_text(value)}" for name, value in flags.items() if value is not None]
     try:
         load(DeploymentConfig, arguments, {})
     except FlagError as error:
@@ -110,12 +110,6 @@ def _arguments(flags: Mapping[str, Any]) -> list[str]:
     if flags["gateways"]:
         raise InvalidRequest(f"flag gateways={flags['gateways']}: an LLM has no gateway; start toka for an HTTP server")
     return arguments
-
-
-def _as_text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "T" if value else "F"
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 async def _discard(stdout: asyncio.StreamReader) -> None:

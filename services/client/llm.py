@@ -14,7 +14,7 @@ from services.client.engine import EngineProcess
 from services.client.loop import LoopThread
 from services.client.outputs import RequestOutput, StreamOutput
 from services.client.params import SamplingParams
-from services.client.progress import Progress
+from services.client.progress import progress_bar
 from services.client.request import ClientRequest, Conversation, Prompt
 from services.client.runner import PARSERS, RequestRunner
 from services.common.boundaries import undo_on_error
@@ -173,7 +173,7 @@ class LLM:
         return params
 
     def _answer(self, requests: list[ClientRequest], progress: bool) -> list[RequestOutput]:
-        with Progress(len(requests)) if progress else nullcontext(lambda output: None) as on_done:
+        with progress_bar(len(requests)) if progress else nullcontext(lambda output: None) as on_done:
             return self._loop.run(self._runner.generate(requests, on_done))
 
 
