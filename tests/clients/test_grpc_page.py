@@ -39,6 +39,6 @@ def test_every_reason_is_told_and_none_that_there_is_not():
     # Of HTTP, and of errors that no scheduler raises.
     elsewhere = {
         "ERROR", "PAYLOAD_TOO_LARGE", "UNSUPPORTED_MEDIA_TYPE", "IDEMPOTENCY_KEY_REUSED", "PERMISSION_DENIED",
-        "DEADLINE_EXCEEDED", "STORE_UNAVAILABLE", "TOO_MANY_VALUES", "TOO_MANY_BODIES",
+        "DEADLINE_EXCEEDED", "STORE_UNAVAILABLE", "TOO_MANY_VALUES", "TOO_MANY_BODIES", "UNSUPPORTED_PARAMETER",
     }  # fmt: skip
     assert told == raised - elsewhere

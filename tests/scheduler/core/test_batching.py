@@ -8,7 +8,7 @@ import numpy as np
 from services.scheduler.core.counters import STEP_SIZES
 from services.scheduler.core.memory.hydragen import HydragenPolicy, choose_groups
 from services.scheduler.core.step import batching
-from services.scheduler.core.step.load import read_load
+from services.scheduler.engine.load import read_load
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import Driver
 
