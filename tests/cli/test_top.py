@@ -68,6 +68,7 @@ def top(*arguments: str, **environment: str) -> Outcome:
     return run(main, "--interval", "0.5", *arguments, environment=plain | environment)
 
 
+@pytest.mark.slow
 def test_a_frame_has_what_the_gateway_says(watched, nobody):
     asked = {"prompt": "a b c", "max_tokens": 400, "n": 4, "ignore_eos": True}
 

@@ -289,6 +289,7 @@ def test_each_loss_is_waited_out_by_itself(tmp_path, monkeypatch):
         assert output.error is None
 
 
+@pytest.mark.slow
 def test_a_stream_waits_for_room_in_a_full_queue(tmp_path):
     with (
         engine(tmp_path, worker={"step_ms": 5, "max_slots": 1}, max_queued_sequences=1) as small,

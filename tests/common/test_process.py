@@ -120,6 +120,7 @@ def test_a_service_that_would_be_process_1_gets_one_in_front_of_it():
         assert "no heartbeat" in errors
 
 
+@pytest.mark.slow
 async def test_circles_are_freed_though_the_collector_waits_for_many():
     class Circle:
         def __init__(self) -> None:

@@ -114,6 +114,7 @@ def test_a_watchdog_that_dies_is_replaced():
         assert "no heartbeat" in reason(process)
 
 
+@pytest.mark.slow
 def test_a_watchdog_that_is_stopped_is_replaced():
     with beating() as process:
         first = only_watchdog(process)

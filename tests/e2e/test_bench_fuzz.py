@@ -41,6 +41,7 @@ OTHER = FakeShape(eos_every=60, first_token=17)  # answers otherwise
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 async def test_a_deployment_stands_it_and_a_wrong_function_is_noticed(tmp_path):
     found = Findings(tmp_path, CONFIG.seed)
     with target(tmp_path, keys=True) as running:

@@ -3,6 +3,7 @@
 import asyncio
 
 import openai
+import pytest
 
 REQUESTS = 200
 
@@ -38,6 +39,7 @@ async def ask(client, model, number: int):
     return texts
 
 
+@pytest.mark.slow
 async def test_two_hundred_mixed_requests_at_once_are_answered_as_alone(deployment, model):
     async with deployment.async_sdk() as client:
         together = await asyncio.gather(*(ask(client, model, number) for number in range(REQUESTS)))

@@ -234,6 +234,7 @@ async def test_of_many_that_were_lost_together_only_the_one_that_schedulers_die_
         assert SUSPICIOUS + PROVEN <= deaths < 9
 
 
+@pytest.mark.slow
 async def test_schedulers_that_die_of_something_else_cost_nobody_a_request():
     """However often, and without a token in between, as long as there are several of them."""
     async with Place() as place:

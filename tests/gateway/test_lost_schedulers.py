@@ -163,6 +163,7 @@ async def test_a_scheduler_that_hangs_and_comes_to_says_nothing_twice(tmp_path, 
         assert failovers(fleet.metrics) == {"hung": 10}
 
 
+@pytest.mark.slow
 async def test_requests_leave_a_scheduler_whose_worker_is_away(tmp_path, fingerprint):
     engines = Engines(tmp_path, 2, worker={"step_ms": 10})
     async with fleet_of(engines, fingerprint, move_after=0.1) as fleet:
@@ -271,6 +272,7 @@ async def test_who_waits_for_a_scheduler_when_the_gateway_ends_hears_why(tmp_pat
             await some(fleet, 1)
 
 
+@pytest.mark.slow
 async def test_samples_sent_together_are_lost_one_by_one_and_none_is_forgotten(tmp_path, fingerprint):
     """Some had a token at the second scheduler when its worker went, and others had none: those stay."""
     engines = Engines(tmp_path, 2, worker={"step_ms": 20, "max_slots": 2})
@@ -303,6 +305,7 @@ def joined(monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("failover_s", [120.0, 0.0])
+@pytest.mark.slow
 async def test_joined_requests_of_a_killed_scheduler_each_end_once(
     tmp_path, fingerprint, joined, failover_s, monkeypatch
 ):
@@ -336,6 +339,7 @@ async def test_joined_requests_of_a_killed_scheduler_each_end_once(
         assert sum(fleet.metrics.generation_tokens.counts) == answered
 
 
+@pytest.mark.slow
 async def test_schedulers_that_cannot_resume_are_not_asked_to(tmp_path, fingerprint):
     engines = Engines(tmp_path, 2, worker={"step_ms": 20})
     async with fleet_of(engines, fingerprint) as fleet:

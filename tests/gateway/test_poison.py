@@ -16,6 +16,7 @@ POISON = 9
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 async def test_a_request_that_schedulers_die_of_ends_and_nobody_else(tmp_path, fingerprint):
     engines = Engines(tmp_path, 2, program="tests.fakes.scheduler", worker={"step_ms": 10}, poison=POISON)
 

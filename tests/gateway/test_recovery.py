@@ -27,6 +27,7 @@ def fragile(tmp_path):
     running.stop()
 
 
+@pytest.mark.slow
 def test_a_gateway_without_a_scheduler_says_so_and_waits_for_it(tmp_path):
     port, scheduler = free_port(), free_port()
     gateway = Process(

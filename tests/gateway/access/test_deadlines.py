@@ -113,6 +113,7 @@ def test_the_gateway_keeps_deadlines_where_no_scheduler_does(tmp_path):
 JSON_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
 
+@pytest.mark.slow
 def test_what_runs_for_a_client_that_stopped_reading_is_cancelled(slow):
     """Log-probabilities fill its buffers."""
     cancelled = slow.metric("toka_sequences_cancelled_total")

@@ -24,6 +24,7 @@ def running(guarded: Guarded) -> float:
     return guarded.metric("toka_num_requests_running")
 
 
+@pytest.mark.slow
 def test_lines_run_while_there_is_room_and_requests_of_their_key_go_first(guarded):
     endless = LONG | {"max_tokens": 1900, "stream": True}
     with guarded.sdk("two-at-once") as sdk, guarded.http("two-at-once") as http:
@@ -97,6 +98,7 @@ def test_lines_that_wait_for_tokens_leave_their_places_to_others(tmp_path):
         guarded.running.stop()
 
 
+@pytest.mark.slow
 def test_lines_take_their_keys_tokens_wait_for_more_and_fail_alone_when_there_never_will_be_enough(guarded):
     """Of the 6,000 tokens half are left to requests, so that the last line waits for some."""
     began = time.monotonic()

@@ -71,6 +71,7 @@ def test_a_store_that_becomes_read_only_stops_uploads_alone(gateway, tmp_path):
     assert "Traceback" not in process.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_gateway_starts_with_a_read_only_store_and_says_so(gateway, tmp_path):
     client, process = gateway
     process.stop()
@@ -91,6 +92,7 @@ def test_a_gateway_starts_with_a_read_only_store_and_says_so(gateway, tmp_path):
     assert "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_a_read_only_database_is_named(gateway, tmp_path):
     client, process = gateway
     process.stop()

@@ -90,6 +90,7 @@ async def test_plans_are_watched_again_behind_a_connection_that_was_lost_at_once
         await until(lambda: (plan := watch.latest()) is not None and plan.step == 7)
 
 
+@pytest.mark.slow
 async def test_a_watch_ends_when_nobody_looks_any_more(monkeypatch):
     async with asyncio.timeout(20), connected() as (scheduler, _, replica):
         watch = PlanWatch(replica)
