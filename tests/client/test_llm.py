@@ -253,6 +253,7 @@ def test_many_threads_may_ask_at_once(llm):
     assert texts == [llm.generate("x", SamplingParams(seed=seed, max_tokens=6))[0].text for seed in range(40)]
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_comes_back_gets_its_prompts_again(tmp_path):
     with engine(tmp_path, worker={"step_ms": 5}) as fragile, LLM(address=fragile.addresses[0]) as llm:
         outputs = []

@@ -149,6 +149,7 @@ def test_it_kills_nobody_but_its_parent():
         beats(other, 12)
 
 
+@pytest.mark.slow
 def test_who_was_stopped_together_with_its_watchdog_does_not_hang():
     """As a machine that sleeps, or a container that is paused."""
     with beating() as process:

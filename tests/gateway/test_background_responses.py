@@ -247,6 +247,7 @@ def test_the_response_of_a_gateway_that_was_killed_fails(tmp_path):
         streamed.close()
 
 
+@pytest.mark.slow
 def test_a_gateway_that_ends_generates_its_background_responses_first(tmp_path):
     with two_gateways(tmp_path, drain_seconds=60) as (running, neighbour), running.sdk() as sdk:
         made = begin(sdk, tokens=100)

@@ -52,6 +52,7 @@ def test_running_requests_end_and_new_connections_are_refused(leaving):
     assert leaving.gateway.wait() == 0
 
 
+@pytest.mark.slow
 def test_operators_are_answered_until_the_drain_is_over(tmp_path):
     port = free_port()
     flags = {"drain_seconds": 60, "admin_port": port}

@@ -32,6 +32,7 @@ def test_any_bytes_in_an_api_key_will_do():
     assert len(key_of(("authorization", "Bearer \xff\xe9"))) == 16
 
 
+@pytest.mark.slow
 async def test_a_second_caller_does_not_wait_for_all_that_the_first_has_sent(tmp_path):
     """The worker stands still until both are in the queue; then it runs one sequence at a time."""
     many, order = 40, []

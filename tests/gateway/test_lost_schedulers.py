@@ -177,6 +177,7 @@ async def test_requests_leave_a_scheduler_whose_worker_is_away(tmp_path, fingerp
         assert not fleet.replicas[0].ready
 
 
+@pytest.mark.slow
 async def test_a_scheduler_that_drains_hands_over_what_is_left(tmp_path, fingerprint):
     engines = Engines(tmp_path, 2, worker={"step_ms": 10}, drain_seconds=0.2)
     async with fleet_of(engines, fingerprint) as fleet:

@@ -284,6 +284,7 @@ async def test_a_key_has_so_many_tokens_a_minute_and_what_was_not_made_comes_bac
         assert await ends(held) is OK
 
 
+@pytest.mark.slow
 async def test_a_call_that_its_client_leaves_costs_what_was_made_of_it_read_or_not(keys):
     mine, made, asked = shown(KEYS["open"]), 1900, request()
     asked.stopping.ClearField("max_tokens")

@@ -70,7 +70,7 @@ async def process_worker(path: Path, **flags):
         await worker.kill()
 
 
-@pytest.mark.parametrize("goes_on_as", ["the same", "another"])
+@pytest.mark.parametrize("goes_on_as", ["the same", pytest.param("another", marks=pytest.mark.slow)])
 async def test_a_worker_that_is_stopped_is_fenced_and_its_requests_go_on(tmp_path, goes_on_as):
     async with (
         process_worker(tmp_path / "worker", step_ms=5) as worker,

@@ -65,7 +65,7 @@ def test_nothing_else_is_drawn(run, sampling):
 
 
 @pytest.mark.parametrize("sampling", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("vocab", [90, VOCAB])
+@pytest.mark.parametrize("vocab", [90, pytest.param(VOCAB, marks=pytest.mark.slow)])
 def test_the_kernels_draw_what_the_cpu_draws(vocab, sampling):
     if vocab < 2600 and "logit_bias_token_ids" in sampling:
         sampling = sampling | {"logit_bias_token_ids": np.array([7, 30, 89])}

@@ -96,8 +96,8 @@ def test_every_kernel_of_a_start_can_be_compiled(checkpoint, tmp_path, model, fl
     [
         ({"tp_size": 2}, GPU, "product"),
         ({"kv_cache_dtype": "fp8"}, GPU, None),
-        ({}, GPU._replace(flashinfer=True), None),
-        ({"use_cudagraphs": False}, GPU, "_append_and_gather_inputs"),
+        pytest.param({}, GPU._replace(flashinfer=True), None, marks=pytest.mark.slow),
+        pytest.param({"use_cudagraphs": False}, GPU, "_append_and_gather_inputs", marks=pytest.mark.slow),
     ],
     ids=["two ranks", "an fp8 cache", "FlashInfer", "no graphs"],
 )

@@ -91,7 +91,7 @@ def test_they_are_the_processed_scores_of_transformers(run, sampling):
 
 
 @pytest.mark.parametrize("sampling", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("vocab", [90, VOCAB])
+@pytest.mark.parametrize("vocab", [90, pytest.param(VOCAB, marks=pytest.mark.slow)])
 def test_rows_of_either_mode_stand_beside_each_other(vocab, sampling):
     """And rows that ask for none; and the tokens are those that are drawn without log-probabilities."""
     rows = hot(24, **sampling)

@@ -140,6 +140,7 @@ def test_a_late_answer_and_a_missing_server_are_failures(deployment, tmp_path):
     assert "is a server running there?" in errors
 
 
+@pytest.mark.slow
 def test_ctrl_c_tells_what_was_measured_so_far_and_leaves_nothing(deployment, tmp_path):
     server = Measured(deployment)
     arguments = ["--duration", 600, "--concurrency", 4, "--output-tokens", 8, "--clients", 2]

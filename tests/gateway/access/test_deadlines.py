@@ -90,6 +90,7 @@ def test_a_wrong_timeout_is_refused_by_name(slow, timeout):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "timeout")
 
 
+@pytest.mark.slow
 def test_the_gateway_keeps_deadlines_where_no_scheduler_does(tmp_path):
     """The scheduler stands still with the request."""
     running = Deployment(tmp_path, worker={"step_ms": 20}).wait_ready()
