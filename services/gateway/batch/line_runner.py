@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from services.common.boundaries import errors_to, undo_on_error
+from services.common.boundaries import undo_on_error
 from services.common.chunks import chunks_by_size
 from services.gateway.batch.requests import Requests, failed
 from services.gateway.batch.slots import LineSlots, Slot
@@ -164,11 +164,12 @@ class LineRunner:
         return None if waiting.cancelled() else waiting.result()
 
     async def _run(self, lease: ChunkLease, number: int, text: bytes, line: Line, slot: Slot) -> None:
-        outcomes: list[LineOutcome] = []
-        with errors_to(lambda _: outcomes.append(failed(lease.batch, number, text))):
-            outcomes.append(await self._result(lease, number, text, line, slot))
-        await slot.take()  # a line that failed may have waited without one
-        self._results += [Result(lease.key, outcome, slot) for outcome in outcomes]
+        try:
+            result = await self._result(lease, number, text, line, slot)
+        except Exception:
+            await slot.take()  # it may have waited without one
+            result = failed(lease.batch, number, text)
+        self._results.append(Result(lease.key, result, slot))
         self.news.set()
 
     async def _result(self, lease: ChunkLease, number: int, text: bytes, line: Line, slot: Slot) -> LineOutcome:

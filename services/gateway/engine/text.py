@@ -4,12 +4,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from services.common.boundaries import errors_to
 from services.common.errors import InvalidRequest
 from services.common.text.encoder import AT_ONCE_BYTES, TextEncoder, check_unicode, context_exceeded, max_utf8_bytes
 from services.common.text.tokenizer import Tokenizer
@@ -102,17 +100,19 @@ class TextEngine:
     async def _encode_together(self, batch: list[_Waiting]) -> bool:
         """Encode ``batch`` and set its futures. If several requests cannot be encoded together, return False."""
         texts = [text for part, _ in batch for text in part]
-        encoded: list[list[int]] = []
-        errors: list[BaseException] = []
-        with errors_to(errors.append, BaseException):  # a panic of the tokenizer's Rust code is no Exception
-            encoded = await self.in_thread(self.tokenizer.encode_batch, texts)
-        if errors and len(batch) > 1:
-            return False
-        left = iter(encoded)
-        for part, future in batch:
-            ids = list(islice(left, len(part)))
+        try:
+            encoded = iter(await self.in_thread(self.tokenizer.encode_batch, texts))
+        except BaseException as error:  # a panic of the tokenizer's Rust code is no Exception
+            if len(batch) > 1:
+                return False
+            [(_, future)] = batch
             if not future.done():
-                future.set_exception(errors[0]) if errors else future.set_result(ids)
+                future.set_exception(error)
+            return True
+        for part, future in batch:
+            ids = [next(encoded) for _ in part]
+            if not future.done():
+                future.set_result(ids)
         return True
 
     def _token_text(self, token_id: int) -> tuple[str, bytes]:

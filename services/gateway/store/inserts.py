@@ -9,7 +9,7 @@ import structlog
 from sqlalchemy import delete, insert, select
 from sqlalchemy.exc import IntegrityError
 
-from services.common.boundaries import errors_logged, errors_to
+from services.common.boundaries import errors_logged
 from services.common.errors import AlreadyExists, Overloaded, TokaError, Unavailable
 from services.gateway.store.database import Store
 from services.gateway.store.tables import StoredChat, StoredResponse
@@ -74,12 +74,14 @@ class Inserts:
 
     async def _insert(self, rows: list[dict[str, Any]]) -> Exception | None:
         """Insert ``rows`` in one transaction. Return the error instead of raising it."""
-        problems: list[Exception] = []
-        with errors_to(problems.append):
+        try:
             async with self._store.writing() as session:
                 await session.execute(insert(self._table), rows)
-        problem = problems[0] if problems else None
-        return (await self._exists(rows) or problem) if isinstance(problem, IntegrityError) else problem
+        except IntegrityError as error:
+            return await self._exists(rows) or error
+        except Exception as error:
+            return error
+        return None
 
     async def _exists(self, rows: list[dict[str, Any]]) -> Exception | None:
         """Return ``AlreadyExists`` if a single row failed because its owner has a row with the same id."""
