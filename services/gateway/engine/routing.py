@@ -42,6 +42,11 @@ class PrefixRouter:
         self._turn = random.randrange(2**16) if turn is None else turn
         self._seen = np.full(MAX_BLOCKS, -1, np.int64)  # hash of a prefix, XOR the hash of the replica's address
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the record in bytes."""
+        return self._seen.nbytes
+
     def choose(self, targets: Sequence[T], prompt_ids: np.ndarray, cache_salt: str = "") -> T:
         """Choose one of ``targets`` (not empty) for ``prompt_ids``, and record the choice."""
         if len(targets) == 1:
