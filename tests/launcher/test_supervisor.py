@@ -56,7 +56,7 @@ async def child(tmp_path, lines):
         lines.append(line)
         supervisor.write_line(line)
 
-    child = Child(ForkingSpec("forking", "worker", f"unix:{tmp_path}/nobody.sock", ()), forward=forward)
+    child = Child(ForkingSpec("forking", "worker", f"unix:{tmp_path}/absent.sock", ()), forward=forward)
     yield child
     await child.stop()
 
@@ -108,7 +108,7 @@ async def test_a_dead_child_is_noticed_though_what_it_started_lives(child, lines
 
 
 async def test_a_line_that_does_not_end_holds_nobody_up(child, lines, tmp_path, capfd):
-    child.spec = WordySpec("wordy", "worker", f"unix:{tmp_path}/nobody.sock", ())
+    child.spec = WordySpec("wordy", "worker", f"unix:{tmp_path}/absent.sock", ())
     child_exit = await asyncio.wait_for(child.run_once(), 30)
     assert child_exit.status == 7
     assert child_exit.last_lines[-1] == "the end"
@@ -118,7 +118,7 @@ async def test_a_line_that_does_not_end_holds_nobody_up(child, lines, tmp_path, 
 
 @pytest.mark.parametrize("status", [0, 3])
 async def test_the_reason_of_a_failed_start_ends_with_the_last_lines(child, lines, tmp_path, status):
-    child.spec = CountingSpec("counting", "worker", f"unix:{tmp_path}/nobody.sock", (str(status),))
+    child.spec = CountingSpec("counting", "worker", f"unix:{tmp_path}/absent.sock", (str(status),))
     with pytest.raises(Unavailable) as failed:
         await asyncio.wait_for(Unit([child]).run(), 30)
     first, *last = failed.value.message.splitlines()
@@ -129,7 +129,7 @@ async def test_the_reason_of_a_failed_start_ends_with_the_last_lines(child, line
 
 async def test_the_stderr_of_a_dead_child_is_closed_though_somebody_has_it(child, tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "_READ_S", 0.1)
-    child.spec = EscapingSpec("escaping", "worker", f"unix:{tmp_path}/nobody.sock", ())
+    child.spec = EscapingSpec("escaping", "worker", f"unix:{tmp_path}/absent.sock", ())
     before = psutil.Process().num_fds()
     child_exit = await asyncio.wait_for(child.run_once(), 30)
     escaped = psutil.Process(int(child_exit.last_lines[0]))
