@@ -11,8 +11,8 @@ import grpc
 from services.common.plan.result import StepResult
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
-# A plan of more bytes is sent alone, because the size of a message is limited.
-_LARGE = 1 << 20
+# Most bytes of plans that share a message, whose size is limited. A larger plan is sent alone.
+_MOST_BYTES_TOGETHER = 256 * 1024
 
 
 class WorkerEvents(Protocol):
@@ -55,14 +55,15 @@ class RankStream:
     def messages(self, hello: worker_pb2.Hello) -> Iterator[worker_pb2.RunStepsRequest]:
         """Yield the messages to send: ``hello``, then the plans. gRPC requests them one by one."""
         yield worker_pb2.RunStepsRequest(hello=hello)
-        last = False
-        while not last and (first := self._plans.get()) is not None:
-            plans = [first]
-            while self.takes_together and plans[-1].ByteSize() <= _LARGE and not self._plans.empty():
-                if (another := self._plans.get()) is None:
-                    last = True
-                    break
-                plans.append(another)
+        held: list[plan_pb2.StepPlan | None] = []  # what was taken from the queue and begins the next message
+        while (first := held.pop() if held else self._plans.get()) is not None:
+            plans, size = [first], first.ByteSize()
+            while self.takes_together and not held and not self._plans.empty():
+                another = self._plans.get()
+                if another is None or (size := size + another.ByteSize()) > _MOST_BYTES_TOGETHER:
+                    held.append(another)
+                else:
+                    plans.append(another)
             if len(plans) == 1:
                 yield worker_pb2.RunStepsRequest(plan=first)
             else:
