@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from collections.abc import Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
@@ -28,7 +29,7 @@ PROMPT = list(range(50, 90))
 _names = count()
 
 
-def ask(sdk, count: int = MANY) -> list[Asked]:
+def ask(sdk, numbers: Iterable[int] = range(MANY)) -> list[Asked]:
     """Streams, and others, with all that a resumed sample has to keep."""
     return [
         Asked(
@@ -41,7 +42,7 @@ def ask(sdk, count: int = MANY) -> list[Asked]:
             seed=number,
             **({"stop": ["the", "zz"]} if number % 3 else {"logprobs": 1}),
         )
-        for number in range(count)
+        for number in numbers
         for stream in (True, False)
     ]
 
@@ -59,9 +60,10 @@ async def test_of_two_schedulers_one_is_killed_and_every_answer_is_what_it_would
         Replicas.running(tmp_path, 2, worker={"step_ms": 20}) as pair,
         pair.deployment.async_sdk() as sdk,
     ):
-        asked = ask(sdk)
-        await begun(asked[:8])  # of all, the first might be at their end
+        asked = ask(sdk, range(8))  # of more, the first might be at their end before all have begun
+        await begun(asked)
         pair.schedulers[0].kill()
+        asked += ask(sdk, range(8, MANY))
         found = await answers(asked)
         assert await asyncio.to_thread(pair.deployment.metric, "toka_failovers_total") > 0
         assert found == await answers(ask(sdk))
@@ -74,12 +76,12 @@ async def test_a_single_scheduler_comes_back_and_goes_on(tmp_path):
         Replicas.running(tmp_path, 1, worker={"step_ms": 10}) as single,
         single.deployment.async_sdk() as sdk,
     ):
-        asked = ask(sdk, 10)
+        asked = ask(sdk, range(10))
         await begun(asked[:8])
         single.schedulers[0].kill()
         await eventually_async(lambda: single.ready == 0)
         single.schedulers[0].start()
-        assert await answers(asked) == await answers(ask(sdk, 10))
+        assert await answers(asked) == await answers(ask(sdk, range(10)))
 
 
 # From here on without HTTP, which has no part in it.
