@@ -29,7 +29,10 @@ def _gateway(*names: str) -> tuple[str, ...]:
 
 
 ROOMS = {
-    "core": Room("services/scheduler/core", ("tests/scheduler/core/test_*.py",)),
+    "core": Room(
+        "services/scheduler/core",
+        ("tests/scheduler/core/test_*.py", "tests/scheduler/test_*.py", "tests/scheduler/record/test_*.py"),
+    ),
     "api": Room("services/scheduler/api", ("tests/scheduler/test_*.py",)),
     "engine": Room(
         "services/gateway/engine",
