@@ -40,7 +40,10 @@ def wait_for(condition, timeout_s: float = 60.0):
 
 
 def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def complete(server, *, stream: bool = False, **settings):
