@@ -95,6 +95,7 @@ def test_a_frame_has_what_the_gateway_says(watched, nobody):
     assert "normal" in request
 
 
+@pytest.mark.slow
 def test_a_gateway_that_is_away_comes_back_by_itself(watched, tmp_path):
     port = free_port()
     flags = {"port": port, "scheduler_addresses": watched.scheduler_address, "store_url": "none"}

@@ -41,7 +41,7 @@ def outcome(raw: bytes, piece_bytes: int | None) -> str | None:
         return None
 
 
-@pytest.mark.parametrize("piece_bytes", [20, *(pytest.param(size, marks=pytest.mark.slow) for size in (32, 100))])
+@pytest.mark.parametrize("piece_bytes", [100, *(pytest.param(size, marks=pytest.mark.slow) for size in (20, 32))])
 def test_a_text_has_the_same_value_in_pieces_as_in_one_call(piece_bytes):
     for seed in range(1500):
         draw = random.Random(seed)

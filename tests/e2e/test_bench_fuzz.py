@@ -66,6 +66,7 @@ async def test_a_deployment_stands_it_and_a_wrong_function_is_noticed(tmp_path):
     assert found.shown == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_ports_of_a_replica_accept_the_certificates_that_they_should(tmp_path):
     found = Findings(tmp_path, CONFIG.seed)

@@ -120,7 +120,7 @@ def think(driver: Driver, limit: ThinkingBudget | None, count: int = 24, generat
     return [*generated, *driver.tokens[2]]
 
 
-@pytest.mark.parametrize("graphs", [None, pytest.param(0, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("graphs", [None, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (0, 8))])
 def test_an_answer_goes_on_behind_the_end_of_its_thoughts(plain, cuda, graphs):
     """Up to the forced token it is what it is without a budget, and a budget that is not reached changes nothing."""
     driver = plain if graphs is None else cuda(graphs)

@@ -52,6 +52,7 @@ def test_lines_run_while_there_is_room_and_requests_of_their_key_go_first(guarde
     assert {each["response"]["body"]["usage"]["completion_tokens"] for each in told} == {400}
 
 
+@pytest.mark.slow
 def test_a_request_gets_the_only_place_of_its_key_from_a_line_which_begins_anew(guarded):
     with guarded.sdk("one-at-once") as sdk, guarded.http("one-at-once") as http:
         batch = begin(sdk, [line("long", **LONG), line("short")])
@@ -83,6 +84,7 @@ def test_a_key_whose_lines_wait_keeps_nobody_elses_from_running(guarded):
     eventually(lambda: running(guarded) == 0)
 
 
+@pytest.mark.slow
 def test_lines_that_wait_for_tokens_leave_their_places_to_others(tmp_path):
     guarded = start(tmp_path, batch_concurrency=2)
     try:
