@@ -6,10 +6,15 @@ from services.scheduler.workers.stream import RankStream
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
 
-def sent_steps(rank: RankStream) -> list[int]:
+def sent(rank: RankStream) -> list[list[plan_pb2.StepPlan]]:
+    """The plans of each message, all of which come after ``hello``."""
     hello, *messages = rank.messages(worker_pb2.Hello())
     assert hello.HasField("hello")
-    return [plan.step for message in messages for plan in message.plans.plans or [message.plan]]
+    return [list(message.plans.plans or [message.plan]) for message in messages]
+
+
+def sent_steps(rank: RankStream) -> list[int]:
+    return [plan.step for plans in sent(rank) for plan in plans]
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -30,8 +35,7 @@ def test_plans_share_a_message_of_at_most_256_kib(sizes):
     for step, size in enumerate(sizes):
         rank.send(plan_pb2.StepPlan(step=step, admissions=[plan_pb2.Admission(token_ids=[1] * size * 256)]))
     rank.finish()
-    _, *messages = rank.messages(worker_pb2.Hello())
-    plans = [list(message.plans.plans or [message.plan]) for message in messages]
+    plans = sent(rank)
     assert [plan.step for group in plans for plan in group] == list(range(len(sizes)))
     bytes_of = [sum(plan.ByteSize() for plan in group) for group in plans]
     assert all(size <= 256 * 1024 for size, group in zip(bytes_of, plans, strict=True) if len(group) > 1)

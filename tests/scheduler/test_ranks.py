@@ -18,6 +18,7 @@ from services.scheduler.workers.stream import RankStream, ReceivedResult, Worker
 from tests.fakes.model import FakeShape, continuation
 from tests.fakes.worker import FakeReplica, FakeWorker
 from tests.scheduler.service import PROMPT, Service, session, start
+from tests.scheduler.test_plan_messages import sent_steps
 from tokasaurus.scheduler.v1 import generate_pb2 as g
 from tokasaurus.scheduler.v1 import session_pb2
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
@@ -380,6 +381,4 @@ async def test_a_plan_after_the_last_one_reaches_no_rank(together):
     stream.send(plan_pb2.StepPlan(step=1))
     stream.finish()
     stream.send(plan_pb2.StepPlan(step=2))
-    for rank in ranks:
-        _, *messages = rank.messages(worker_pb2.Hello())
-        assert [message.plan.step for message in messages] == [1]
+    assert [sent_steps(rank) for rank in ranks] == [[1], [1]]

@@ -71,9 +71,7 @@ def launched(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(("graphs", "pieces"), [(0, 0), (LARGEST_GRAPH, 0), (LARGEST_GRAPH, 1024)])
 def test_random_plans_launch_no_kernel_that_the_rehearsal_did_not(launched, graphs, pieces, dtype):
     from services.worker.attention.cuda import CudaAttention

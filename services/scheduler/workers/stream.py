@@ -57,8 +57,9 @@ class RankStream:
         yield worker_pb2.RunStepsRequest(hello=hello)
         held: list[plan_pb2.StepPlan | None] = []  # what was taken from the queue and begins the next message
         while (first := held.pop() if held else self._plans.get()) is not None:
-            plans, size = [first], first.ByteSize()
+            plans, size = [first], 0
             while self.takes_together and not held and not self._plans.empty():
+                size = size or first.ByteSize()  # takes long for many prompts, and is not needed for a single plan
                 another = self._plans.get()
                 if another is None or (size := size + another.ByteSize()) > _MOST_BYTES_TOGETHER:
                     held.append(another)
