@@ -1,9 +1,12 @@
 """A step for attention on CUDA, whose outcome is held against plain torch's."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 
-from services.worker.attention.base import AttentionBatch, HeadNorms
+from services.worker.attention.base import AttentionBatch, HeadNorms, LayerAttention
 from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.plain import PlainAttention
 from services.worker.attention.spans import Spans
@@ -25,16 +28,17 @@ class Case:
     """A step of decode rows by ``contexts``, then chunks by ``(context, tokens)``; one slot each, on a cache full of
     noise.
 
-    ``groups``: (first decode row, rows, prefix pages). ``holes``: padding behind so many decode rows. ``window``: of
-    the second layer.
+    ``groups``: (first decode row, rows, prefix pages). ``holes``: padding behind so many decode rows. ``rules``: fields
+    of ``LayerAttention`` of the second layer; ``sinks=True`` stands for noise.
     """
 
     def __init__(
         self, contexts, chunks=(), groups=(), *, heads=4, kv_heads=2, head_dim=16, page=16, padding=0,
-        holes=(), dtype=torch.float32, cached=None, norm=False,
-        window=None,
+        holes=(), dtype=torch.float32, cached=None, norm=False, sinks=False, **rules,
     ):  # fmt: skip
-        self.windows = None, window
+        noise = torch.randn(heads, generator=torch.Generator().manual_seed(2)) * 2 if sinks else None
+        plain = LayerAttention(head_dim**-0.5)
+        self.layers = [plain, replace(plain, sinks=noise, **rules)]
         self.heads, self.kv_heads, self.head_dim, self.page = heads, kv_heads, head_dim, page
         counts = np.array([1] * len(contexts) + [tokens for _, tokens in chunks])
         ends = np.array([*contexts, *(context for context, _ in chunks)])
@@ -71,8 +75,10 @@ class Case:
         noise = torch.randn(LAYERS, 2, table.size, kv_heads, page, head_dim, generator=generator)
         self.noise = noise.to(self.cached).to(dtype)
         self.qkv = torch.randn(self.tokens, (heads + 2 * kv_heads) * head_dim, generator=generator).to(dtype)
-        rope = RopeSettings("default", 10000.0)
-        self.rotary = Rotary(rope, head_dim, int(ends.max()), torch.float32, torch.device("cpu"))
+        self.rotaries = [
+            Rotary(RopeSettings("default", theta), head_dim, int(ends.max()), torch.float32, torch.device("cpu"))
+            for theta in (10000.0, 100.0)
+        ]
         self.norms: HeadNorms | None = None
         if norm:
             weights = (1 + torch.randn(head_dim, generator=generator).to(dtype) / 4 for _ in range(2))
@@ -82,6 +88,9 @@ class Case:
         if self.norms is None:
             return None
         return HeadNorms(self.norms.queries.to(DEVICE), self.norms.keys.to(DEVICE), self.norms.eps)
+
+    def device_layers(self) -> list[LayerAttention]:
+        return [rules if rules.sinks is None else replace(rules, sinks=rules.sinks.to(DEVICE)) for rules in self.layers]
 
     def cache(self, dtype, device) -> KvCache:
         _, _, pages, kv_heads, page, head_dim = self.noise.shape
@@ -102,11 +111,12 @@ class Case:
         if self.norms:
             queries = kernels.norm(queries, self.norms.queries.float(), self.norms.eps)
             keys = kernels.norm(keys, self.norms.keys.float(), self.norms.eps)
-        angles = self.rotary.at(torch.from_numpy(self.plain.positions))
-        queries, keys = kernels.rotate(queries, *angles), kernels.rotate(keys, *angles)
+        if (rope := self.layers[layer].rope) is not None:
+            angles = self.rotaries[rope].at(torch.from_numpy(self.plain.positions))
+            queries, keys = kernels.rotate(queries, *angles), kernels.rotate(keys, *angles)
         if stored is not None:
             keys, values = (self.of_tokens(pages[layer]) for pages in (stored.keys, stored.values))
-        return PlainAttention(cache, self.windows).step(self.plain, lambda: None).run(
+        return PlainAttention(cache, self.layers).step(self.plain, lambda: None).run(
             layer, queries, keys, values
         ), cache
 
@@ -130,11 +140,10 @@ class Case:
     def attention(self, cache: KvCache, backend="triton", compiled=False):
         from services.worker.attention.cuda import CudaAttention
 
-        rotary = Rotary.__new__(Rotary)
-        rotary.cos, rotary.sin = self.rotary.cos.to(DEVICE), self.rotary.sin.to(DEVICE)
+        rotaries = [SimpleNamespace(cos=each.cos.to(DEVICE), sin=each.sin.to(DEVICE)) for each in self.rotaries]
         return CudaAttention(
-            cache, self.heads, rotary, dtype=self.dtype, prefixes=backend, chunks=backend, windows=self.windows,
-            compiled=compiled,
+            cache, self.heads, rotaries, dtype=self.dtype, prefixes=backend, chunks=backend,
+            layers=self.device_layers(), compiled=compiled,
         )  # fmt: skip
 
     def found(self, layer: int, splits: int | None = None, backend="triton", compiled=False):

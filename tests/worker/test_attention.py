@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.attention.base import AttentionBatch
+from services.worker.attention import plain
+from services.worker.attention.base import AttentionBatch, LayerAttention
 from services.worker.attention.factory import make_attention
 from services.worker.attention.fast_cpu import LONG_ROW, FastCpuAttention
 from services.worker.attention.kv_cache import KvCache
@@ -52,19 +53,19 @@ def test_fast_and_plain_attention_agree(rows, heads, kv_heads, head_dim, page_si
 @pytest.mark.parametrize("window", [1, 16, 21, 100])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_fast_and_plain_attention_agree_on_windows(rows, window, page_size):
-    compare_fast_and_plain(rows, 4, 2, 16, page_size, windows=(None, window))
+    compare_fast_and_plain(rows, 4, 2, 16, page_size, [LayerAttention(0.25), LayerAttention(0.3, window)])
 
 
-def compare_fast_and_plain(rows, heads, kv_heads, head_dim, page_size, windows=()) -> None:
+def compare_fast_and_plain(rows, heads, kv_heads, head_dim, page_size, layers=()) -> None:
     batch = batch_of(rows, page_size)
     tokens = len(batch.positions)
     generator = torch.Generator().manual_seed(1)
     projected = torch.randn(tokens, heads + 2 * kv_heads, head_dim, generator=generator)
     queries, keys, values = projected.split((heads, kv_heads, kv_heads), dim=1)
     outputs, caches = [], []
-    for make in (PlainAttention, lambda cache, windows: FastCpuAttention(cache, heads, windows)):
+    for make in (PlainAttention, lambda cache, layers: FastCpuAttention(cache, heads, layers)):
         cache = filled_cache(batch.page_table.size, page_size, kv_heads, head_dim)
-        step = make(cache, windows).step(batch, lambda: None)
+        step = make(cache, layers).step(batch, lambda: None)
         outputs.append([step.run(layer, queries, keys, values) for layer in range(2)])
         caches.append(cache)
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-5, rtol=1e-5)
@@ -74,18 +75,37 @@ def compare_fast_and_plain(rows, heads, kv_heads, head_dim, page_size, windows=(
 
 @pytest.mark.parametrize("window", [None, 1, 2, 17, 19, 40])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_plain_attention_is_attention(tokens, window):
+@pytest.mark.parametrize("scale", [8**-0.5, 0.1])
+@pytest.mark.parametrize("soft_cap", [None, 0.5])
+@pytest.mark.parametrize("sink", [None, 1.5])
+def test_plain_attention_is_attention(tokens, window, scale, soft_cap, sink):
     """Against the formula, written out for one head."""
     batch = batch_of([(20, tokens)], 16)
     cache = filled_cache(2, 16, 1, 8)
     queries, keys, values = torch.randn(tokens, 3, 1, 8, generator=torch.Generator().manual_seed(2)).unbind(1)
-    output = PlainAttention(cache, (window, window)).step(batch, lambda: None).run(0, queries, keys, values)
+    rules = LayerAttention(scale, window, soft_cap, None if sink is None else torch.tensor([sink]))
+    output = PlainAttention(cache, [rules, rules]).step(batch, lambda: None).run(0, queries, keys, values)
     table = batch.page_table[0].tolist()
     all_keys, all_values = (torch.cat([stored[0][page, 0] for page in table]) for stored in (cache.keys, cache.values))
     for row, context in enumerate(range(21 - tokens, 21)):
         seen = slice(0 if window is None else max(0, context - window), context)
-        weights = (all_keys[seen] @ queries[row, 0] / 8**0.5).softmax(0)
-        torch.testing.assert_close(output[row], weights @ all_values[seen])
+        scores = all_keys[seen] @ queries[row, 0] * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        total = scores.exp().sum() + (0 if sink is None else torch.tensor(sink).exp())
+        torch.testing.assert_close(output[row], scores.exp() / total @ all_values[seen])
+
+
+def test_long_prompts_with_sinks_and_soft_caps_are_computed_in_blocks(monkeypatch):
+    batch = batch_of([(70, 60), (90, 33)], 16)
+    rules = LayerAttention(0.3, 50, 2.0, torch.randn(6))
+    queries, keys, values = torch.randn(93, 10, 16).split((6, 2, 2), dim=1)
+    outputs = []
+    for block in (256, 7):
+        monkeypatch.setattr(plain, "_BLOCK", block)
+        step = PlainAttention(filled_cache(12, 16, 2, 16), [rules] * 2).step(batch, lambda: None)
+        outputs.append(step.run(0, queries, keys, values))
+    torch.testing.assert_close(*outputs)
 
 
 def test_scores_far_apart_do_not_overflow():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.attention.base import LayerAttention
 from services.worker.layers.fp8 import FP8
 from tests.worker.attention_case import TOLERANCE, Case, put
 from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
@@ -116,7 +117,8 @@ def one_row(queries, keys, values) -> torch.Tensor:
     output = torch.zeros_like(queries)[None].to(DEVICE)
     table = torch.zeros((1, 1), dtype=torch.int32, device=DEVICE)
     place = put(np.zeros(1, np.int32)), put(np.array([len(keys) - 1], np.int32))
-    decode_attention(queries[None].to(DEVICE), *pages, *place, table, output, options=DecodeOptions(*MANY))
+    rules = LayerAttention(queries.shape[-1] ** -0.5)
+    decode_attention(queries[None].to(DEVICE), *pages, *place, table, output, rules, options=DecodeOptions(*MANY))
     return output[0].cpu().float()
 
 
@@ -253,8 +255,8 @@ def test_flashinfer_is_not_asked_for_a_cache_of_fp8(monkeypatch):
 
     monkeypatch.setattr(cuda.flashinfer_spans, "available", lambda *_: True)
     case = Case([20], head_dim=128, dtype=torch.bfloat16, cached=FP8)
-    attention = cuda.CudaAttention(case.cache(FP8, DEVICE), case.heads, case.rotary, dtype=torch.bfloat16)
-    assert attention.backends == {"prefixes": "triton", "chunks": "triton"}
+    attention = cuda.CudaAttention(case.cache(FP8, DEVICE), case.heads, case.rotaries, dtype=torch.bfloat16)
+    assert attention.prefix_names == attention.chunk_names == ["triton"] * 2
     assert attention.captures_groups
 
 
@@ -262,7 +264,7 @@ def test_an_unknown_backend_is_refused():
     from services.worker.attention.cuda import CudaAttention
 
     case = Case([20], head_dim=64, dtype=torch.bfloat16)
-    attention = CudaAttention(case.cache(torch.bfloat16, DEVICE), case.heads, case.rotary, prefixes="triton")
+    attention = CudaAttention(case.cache(torch.bfloat16, DEVICE), case.heads, case.rotaries, prefixes="triton")
     with pytest.raises(ValueError, match="do: triton"):
         attention._spans("flash", causal=True)
 

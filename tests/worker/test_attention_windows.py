@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from services.worker.attention.base import LayerAttention
 from services.worker.layers.fp8 import FP8
 from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
 from tests.worker.test_attention_kernels import MANY, Case, bf16_dots, decode_with
@@ -68,14 +69,16 @@ def test_flashinfer_is_not_asked_for_chunks_with_windows(monkeypatch):
     monkeypatch.setattr(cuda.CudaAttention, "_spans", lambda self, name, causal: name)
     case = Case([20], head_dim=128, dtype=torch.bfloat16)
     backends = {}
-    for windows in ((), (None, 8), (8, 8)):
+    for windows in ((None, None), (None, 8), (8, 8)):
         cache = case.cache(torch.bfloat16, DEVICE)
-        attention = cuda.CudaAttention(cache, case.heads, case.rotary, windows=windows)
-        backends[windows] = attention.backends["prefixes"], attention.backends["chunks"], attention.shares_prefixes
+        attention = cuda.CudaAttention(
+            cache, case.heads, case.rotaries, layers=[LayerAttention(1.0, window) for window in windows]
+        )
+        backends[windows] = attention.prefix_names, attention.chunk_names, attention.shares_prefixes
     assert backends == {
-        (): ("flashinfer-fa3", "flashinfer-fa3", True),
-        (None, 8): ("flashinfer-fa3", "triton", True),
-        (8, 8): ("flashinfer-fa3", "triton", False),
+        (None, None): (["flashinfer-fa3"] * 2, ["flashinfer-fa3"] * 2, True),
+        (None, 8): (["flashinfer-fa3", None], ["flashinfer-fa3", "triton"], True),
+        (8, 8): ([None, None], ["triton"] * 2, False),
     }
 
 

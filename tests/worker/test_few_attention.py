@@ -21,11 +21,14 @@ class FewCase(Case):
 
         cache, batch = self.cache(self.cached, DEVICE), self.batch()
         arrivals = torch.zeros(MOST_ROWS * self.kv_heads, dtype=torch.int32, device=DEVICE)
-        tables = self.rotary.cos.to(DEVICE), self.rotary.sin.to(DEVICE)
+        rules = self.device_layers()[layer]
+        tables = None
+        if rules.rope is not None:
+            tables = self.rotaries[rules.rope].cos.to(DEVICE), self.rotaries[rules.rope].sin.to(DEVICE)
         output = torch.full((self.tokens, self.heads, self.head_dim), torch.nan, dtype=self.dtype, device=DEVICE)
         few_attention(
             self.qkv.to(DEVICE), batch.token_slots, batch.positions, batch.page_table, tables, self.device_norms(),
-            cache.keys[layer], cache.values[layer], output, arrivals, window=self.windows[layer], splits=splits,
+            cache.keys[layer], cache.values[layer], output, arrivals, rules, splits=splits,
             options=options,
         )  # fmt: skip
         assert not arrivals.any()

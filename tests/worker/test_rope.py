@@ -181,8 +181,7 @@ def test_scheduler_and_worker_read_the_same_length(checkpoint, runner_for):
         ({"rope_type": "yarn"}, "rope type 'yarn' needs factor, which is missing"),
         ({"rope_type": "dynamic"}, "rope type 'dynamic' needs factor, which is missing"),
         ({"rope_type": "longrope", "long_factor": LONG}, "rope type 'longrope' needs short_factor, which is missing"),
-        (LONGROPE | {"long_factor": [1.0]}, "long_factor has 1 entries; expected 8, half of head_dim=16"),
-        (YARN | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        (LONGROPE | {"long_factor": [1.0]}, "long_factor has 1 entries; expected 8, one for each pair"),
     ],
 )
 def test_settings_that_cannot_be_followed_are_refused(settings, message):

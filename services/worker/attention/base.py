@@ -1,7 +1,7 @@
 """Interfaces of attention backends, which store the keys and values of a step in pages and attend over them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from services.worker.attention.kv_cache import KvCache
-from services.worker.described.config import Windows
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,21 @@ class AttentionBatch:
     page_table: np.ndarray  # [max_slots, max_pages] int32
 
 
-def layer_windows(windows: Windows, cache: KvCache) -> Windows:
-    """Return ``windows`` with an entry for each layer of ``cache``; empty means that no layer has a window."""
-    return windows or (None,) * len(cache.keys)
+@dataclass(frozen=True)
+class LayerAttention:
+    """Rules by which one layer computes scores and weights. A default means that the layer lacks the feature."""
+
+    scale: float  # factor of the products of queries and keys
+    window: int | None = None  # most recent tokens that a token attends to, itself included; None = all tokens
+    soft_cap: float | None = None  # scores become ``soft_cap * tanh(score / soft_cap)``; None = they do not change
+    # [heads of this rank] float32, a score per head that takes part in the softmax and has no value; None = no sinks
+    sinks: torch.Tensor | None = None
+    rope: int | None = 0  # index of the rotation of queries and keys; None = they are not rotated
+
+
+def layer_rules(layers: Sequence[LayerAttention], cache: KvCache) -> list[LayerAttention]:
+    """Return the rules of each layer of ``cache``. Empty ``layers`` mean default rules for all layers."""
+    return list(layers) or [LayerAttention(cache.keys[0].shape[-1] ** -0.5)] * len(cache.keys)
 
 
 class AttentionStep(ABC):

@@ -4,15 +4,21 @@ A decode row has one token, and a chunk is a row of several tokens. No function 
 step without chunks and groups depend only on shapes and ``longest``, so CUDA graphs can capture them.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from services.worker.attention import flashinfer_spans, triton_few
-from services.worker.attention.base import HeadNorms, PreallocatedAttentionStep, RotatingAttentionStep, layer_windows
+from services.worker.attention.base import (
+    HeadNorms,
+    LayerAttention,
+    PreallocatedAttentionStep,
+    RotatingAttentionStep,
+    layer_rules,
+)
 from services.worker.attention.compiled import TraceableRotation, activate
 from services.worker.attention.flashinfer_spans import FlashInferSpans
 from services.worker.attention.kv_cache import KvCache
@@ -20,20 +26,26 @@ from services.worker.attention.spans import Spans
 from services.worker.attention.triton_decode import LONG_CONTEXT, PrefixState, choose_splits, decode_attention
 from services.worker.attention.triton_spans import TritonSpans
 from services.worker.attention.triton_store import rotate_and_store
-from services.worker.described.config import Windows
 from services.worker.described.layer import AnyValue, SupportedValues
 from services.worker.layers.rotary import Rotary
 
 Put = Callable[[np.ndarray], torch.Tensor]
 
+# A step's planned spans, by the name of the backend that runs them.
+PlannedByName = Mapping[str, "PlannedSpans"]
+
 SPAN_BACKENDS = ("triton", "flashinfer-fa2", "flashinfer-fa3")
 
-# The attention that ``CudaAttention`` computes. The layer adds biases.
+# The attention that ``CudaAttention`` computes. The layer adds biases, and normalises all heads together.
 SUPPORTED: SupportedValues = {
     "qkv_bias": (False, True),
     "output_bias": (False, True),
-    "qk_norm": ("none", "per_head"),
+    "qk_norm": ("none", "per_head", "whole"),
     "window": AnyValue(),
+    "scale": AnyValue(),
+    "soft_cap": AnyValue(),
+    "sinks": (False, True),
+    "rope": AnyValue(),
 }
 
 
@@ -61,7 +73,7 @@ class PlannedSpans(Protocol):
         values: torch.Tensor,
         output: torch.Tensor,
         lse: torch.Tensor | None,
-        window: int | None = None,
+        rules: LayerAttention,
     ) -> None:
         """Attend. Arguments are as in ``PlannedTiles.run`` of ``triton_spans``."""
 
@@ -73,33 +85,36 @@ class CudaAttention:
         self,
         cache: KvCache,
         heads: int,
-        rotary: Rotary,
+        rotaries: Sequence[Rotary],
         *,
         dtype: torch.dtype | None = None,
         prefixes: str | None = None,
         chunks: str | None = None,
-        windows: Windows = (),
+        layers: Sequence[LayerAttention] = (),
         compiled: bool = False,
     ) -> None:
         """Choose the backends.
 
         ``dtype`` is the model's; None means the cache's. ``prefixes`` and ``chunks`` are from ``SPAN_BACKENDS``; None
-        chooses the fastest that is installed. ``windows`` has an entry per layer of ``cache``, or is () if no layer has
-        a window. ``compiled`` is true for use with torch.compile. Raises ``ValueError`` for an unknown backend.
+        chooses the fastest that is installed. Layers that it does not support use Triton. ``layers`` has an entry per
+        layer of ``cache``, or is () for the default rules. Their ``rope`` is an index of ``rotaries``, of which there
+        is at least one. ``compiled`` is true for use with torch.compile. Raises ``ValueError`` for an unknown backend.
         """
-        self.cache, self.heads, self.tables = cache, heads, (rotary.cos, rotary.sin)
-        self.windows = layer_windows(windows, cache)
+        self.cache, self.heads, self.layers = cache, heads, layer_rules(layers, cache)
+        # The sinks of a layer count once, among the row's own tokens. Layers with a window ignore shared prefixes.
+        self.prefix_rules = [None if rules.window else replace(rules, sinks=None) for rules in self.layers]
+        self._tables = [(rotary.cos, rotary.sin) for rotary in rotaries]
         _, self.kv_heads, _, self.head_dim = cache.keys[0].shape
         cached = cache.keys[0].dtype
         self.dtype = dtype or cached
         if self.dtype != cached or not flashinfer_spans.available(self.head_dim, cached):
             prefixes = chunks = "triton"
-        if any(self.windows):
-            chunks = "triton"  # FlashInfer would need a plan for each window
-        prefixes, chunks = prefixes or fastest_spans(self.head_dim), chunks or fastest_spans(self.head_dim)
-        self.backends = {"prefixes": prefixes, "chunks": chunks}
+        fastest, self._scale = fastest_spans(self.head_dim), self.layers[0].scale
+        self.prefix_names = [rules and self._span_backend(prefixes or fastest, rules) for rules in self.prefix_rules]
+        self.chunk_names = [self._span_backend(chunks or fastest, rules) for rules in self.layers]
         self._workspace: torch.Tensor | None = None
-        self._groups, self._chunks = self._spans(prefixes, causal=False), self._spans(chunks, causal=True)
+        self._prefixes = {name: self._spans(name, causal=False) for name in self.prefix_names if name}
+        self._chunks = {name: self._spans(name, causal=True) for name in self.chunk_names}
         self._traceable = TraceableRotation(heads * self.head_dim) if compiled else None
         self._few_rows = triton_few.MOST_ROWS if self.dtype in (torch.bfloat16, torch.float16) else 0
         self._arrivals = triton_few.new_arrival_counters(self.kv_heads, cache.all_keys.device)
@@ -109,18 +124,18 @@ class CudaAttention:
 
         Graphs differ only in the number of programs per row, which matters for long contexts only.
         """
-        most = self.tables[0].shape[0]
+        most = self._tables[0][0].shape[0]
         return [LONG_CONTEXT, most] if most > LONG_CONTEXT else [most]
 
     @property
     def captures_groups(self) -> bool:
         """True if graphs can capture steps with groups, because their backend does not plan on the host."""
-        return self.shares_prefixes and isinstance(self._groups, TritonSpans)
+        return self._prefixes.keys() == {"triton"}
 
     @property
     def shares_prefixes(self) -> bool:
         """True if a layer reads shared prefixes once per group. Layers with a window ignore groups."""
-        return None in self.windows
+        return bool(self._prefixes)
 
     def bytes_saved(self, groups: Spans) -> int:
         """Return the bytes of keys and values that ``groups`` save a layer without a window from reading."""
@@ -133,7 +148,7 @@ class CudaAttention:
 
         A tile of zeros has no effect. Needs ``captures_groups``.
         """
-        return self._groups.tiles(groups)  # type: ignore[union-attr]
+        return self._prefixes["triton"].tiles(groups)  # type: ignore[union-attr]
 
     def splits(self, rows: int, longest: int) -> int:
         """Return the number of programs per decode row and kv head in a layer.
@@ -146,7 +161,11 @@ class CudaAttention:
 
     def layer_splits(self, rows: int, longest: int) -> list[int]:
         """Return ``splits`` of each layer for a step whose longest context has ``longest`` tokens."""
-        return [self.splits(rows, min(longest, window or longest)) for window in self.windows]
+        return [self.splits(rows, min(longest, rules.window or longest)) for rules in self.layers]
+
+    def tables(self, rules: LayerAttention) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the cosines and sines of a layer's rotation, or None if it has none."""
+        return None if rules.rope is None else self._tables[rules.rope]
 
     def prepare_captured(self, batch: CudaBatch, tiles: torch.Tensor | None) -> RotatingAttentionStep:
         """Return the attention of decode rows for a CUDA graph, in which only tensors change between replays.
@@ -155,8 +174,10 @@ class CudaAttention:
         """
         if tiles is None and batch.decodes <= self._few_rows:
             return self.active(FewRowsStep(self, batch, self._arrivals))
-        groups = None if tiles is None else self._groups.planned(tiles, batch.page_table)  # type: ignore[union-attr]
-        return self.active(CudaAttentionStep(self, batch, groups, None))
+        groups: PlannedByName = {}
+        if tiles is not None:
+            groups = {"triton": self._prefixes["triton"].planned(tiles, batch.page_table)}  # type: ignore[union-attr]
+        return self.active(CudaAttentionStep(self, batch, groups, {}))
 
     def prepare(self, batch: CudaBatch, host_page_table: np.ndarray | None, put: Put | None) -> "CudaAttentionStep":
         """Prepare the attention of ``batch`` on the host. Pass the result to the model through ``active``.
@@ -176,13 +197,22 @@ class CudaAttention:
 
     def _plan(
         self, batch: CudaBatch, host_page_table: np.ndarray | None, put: Put | None
-    ) -> tuple[PlannedSpans | None, PlannedSpans | None]:
+    ) -> tuple[PlannedByName, PlannedByName]:
         """Return the planned groups and chunks of the batch."""
         groups, chunks = (
-            backend.plan(spans, batch.page_table, host_page_table, put) if spans is not None else None  # type: ignore[arg-type]
-            for backend, spans in ((self._groups, batch.groups), (self._chunks, batch.chunks))
+            {}
+            if spans is None
+            else {
+                name: backend.plan(spans, batch.page_table, host_page_table, put)  # type: ignore[arg-type]
+                for name, backend in backends.items()
+            }
+            for backends, spans in ((self._prefixes, batch.groups), (self._chunks, batch.chunks))
         )
         return groups, chunks
+
+    def _span_backend(self, wanted: str, rules: LayerAttention) -> str:
+        """Return the backend of a layer's spans: ``wanted``, or Triton for rules that FlashInfer does not support."""
+        return wanted if flashinfer_spans.supports(rules, self._scale) else "triton"
 
     def _spans(self, name: str, *, causal: bool) -> TritonSpans | FlashInferSpans:
         if name == "triton":
@@ -192,7 +222,7 @@ class CudaAttention:
         if self._workspace is None:
             self._workspace = flashinfer_spans.make_workspace(self.cache.all_keys.device)
         backend = name.removeprefix("flashinfer-")
-        return FlashInferSpans(self.cache, self.heads, backend, self._workspace, causal=causal)
+        return FlashInferSpans(self.cache, self.heads, backend, self._workspace, self._scale, causal=causal)
 
 
 def fastest_spans(head_dim: int) -> str:
@@ -207,9 +237,10 @@ class CudaAttentionStep(PreallocatedAttentionStep):
         self,
         attention: CudaAttention,
         batch: CudaBatch,
-        groups: PlannedSpans | None,
-        chunks: PlannedSpans | None,
+        groups: PlannedByName,
+        chunks: PlannedByName,
     ) -> None:
+        """Keep the planned spans. ``groups`` and ``chunks`` are empty if the batch has none."""
         super().__init__(attention.heads * attention.head_dim)
         self._attention, self._batch, self._groups, self._chunks = attention, batch, groups, chunks
         self._splits = attention.layer_splits(batch.decodes, batch.longest)
@@ -220,18 +251,20 @@ class CudaAttentionStep(PreallocatedAttentionStep):
         shape = (qkv.shape[0], attention.heads, attention.head_dim)
         queries, output = qkv.new_empty(shape), output.view(shape)
         tokens = (batch.token_slots, batch.positions, batch.page_table)
-        rotate_and_store(qkv, *tokens, attention.tables, norms, queries, keys, values, output)
-        prefix, window, splits = None, attention.windows[layer_index], self._splits[layer_index]
-        if self._groups is not None and window is None:
+        rules, prefix = attention.layers[layer_index], None
+        rotate_and_store(qkv, *tokens, attention.tables(rules), norms, queries, keys, values, output)
+        prefix_rules = attention.prefix_rules[layer_index]
+        if self._groups and prefix_rules is not None:
             shared = qkv.new_empty((decodes, *shape[1:]))
             lse = torch.empty((decodes, attention.heads), dtype=torch.float32, device=qkv.device)
-            self._groups.run(queries[:decodes], keys, values, shared, lse)
+            groups = self._groups[attention.prefix_names[layer_index]]  # type: ignore[index]  # set with the rules
+            groups.run(queries[:decodes], keys, values, shared, lse, prefix_rules)
             prefix = PrefixState(batch.prefix_tokens, shared, lse)  # type: ignore[arg-type]  # set with groups
         if decodes:
-            paged = queries, keys, values, *tokens
-            decode_attention(*paged, output, rows=decodes, prefix=prefix, window=window, splits=splits)
-        if self._chunks is not None:
-            self._chunks.run(queries, keys, values, output, None, window)
+            paged, splits = (queries, keys, values, *tokens), self._splits[layer_index]
+            decode_attention(*paged, output, rules, rows=decodes, prefix=prefix, splits=splits)
+        if self._chunks:
+            self._chunks[attention.chunk_names[layer_index]].run(queries, keys, values, output, None, rules)
 
 
 class FewRowsStep(PreallocatedAttentionStep):
@@ -248,7 +281,6 @@ class FewRowsStep(PreallocatedAttentionStep):
         tokens = batch.token_slots, batch.positions, batch.page_table
         cached = attention.cache.keys[layer_index], attention.cache.values[layer_index]
         output = output.view(len(qkv), attention.heads, attention.head_dim)
-        window, splits = attention.windows[layer_index], self._splits[layer_index]
-        triton_few.few_attention(
-            qkv, *tokens, attention.tables, norms, *cached, output, self._arrivals, window=window, splits=splits
-        )
+        rules, splits = attention.layers[layer_index], self._splits[layer_index]
+        tables = attention.tables(rules)
+        triton_few.few_attention(qkv, *tokens, tables, norms, *cached, output, self._arrivals, rules, splits=splits)

@@ -1,34 +1,33 @@
 """Attention backend for CPUs in float32, with compiled kernels, and torch for rows of many tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from services.worker.attention.base import AttentionBackend, AttentionBatch, AttentionStep, layer_windows
+from services.worker.attention.base import AttentionBackend, AttentionBatch, AttentionStep, LayerAttention, layer_rules
 from services.worker.attention.kernels import first_tokens, kernels, score_rows
 from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.plain import attend_paged
-from services.worker.described.config import Windows
-from services.worker.described.layer import AnyValue, SupportedValues
 
 # Row length in tokens from which gathering the context for a matrix product is faster than reading it per token.
 LONG_ROW = 48
-# The attention that ``FastCpuAttention`` computes. The plain layer adds biases, normalises and rotates.
-SUPPORTED: SupportedValues = {
-    "qkv_bias": (False, True),
-    "output_bias": (False, True),
-    "qk_norm": ("none", "per_head"),
-    "window": AnyValue(),
-}
+
+
+def supports(rules: LayerAttention) -> bool:
+    """Return whether ``FastCpuAttention`` computes attention by ``rules``. It needs default values for other features.
+
+    The layer rotates queries and keys.
+    """
+    return rules == LayerAttention(rules.scale, rules.window, rope=rules.rope)
 
 
 class FastCpuAttention(AttentionBackend):
     """Attention over ``cache`` with ``heads`` query heads. The constructor compiles the kernels."""
 
-    def __init__(self, cache: KvCache, heads: int, windows: Windows = ()) -> None:
-        """``windows`` has an entry per layer of ``cache``, or is () if no layer has a window."""
-        self.cache, self.heads, self.windows = cache, heads, layer_windows(windows, cache)
+    def __init__(self, cache: KvCache, heads: int, layers: Sequence[LayerAttention] = ()) -> None:
+        """``layers`` has an entry per layer of ``cache``, or is () for the default rules; see ``supports``."""
+        self.cache, self.heads, self.layers = cache, heads, layer_rules(layers, cache)
         _, self.kv_heads, _, self.head_dim = cache.keys[0].shape
         self.group = heads // self.kv_heads
         self.kernels = kernels(self.head_dim, self.group, cache.page_size)
@@ -54,13 +53,15 @@ class FastCpuStep(AttentionStep):
                 pages = batch.page_table[batch.row_slots[row], : -(-context // size)].astype(np.int64)
                 self._long.append((start, end, context, torch.from_numpy(pages)))
         self._slots, self._lengths = batch.token_slots[self._tokens], batch.positions[self._tokens] + 1
-        self._firsts = {window: first_tokens(self._lengths, window) for window in set(backend.windows)}
+        self._firsts = {
+            window: first_tokens(self._lengths, window) for window in {rules.window for rules in backend.layers}
+        }
         longest = int(self._lengths.max(initial=1))
         self._scores = np.empty((score_rows(backend.group), longest), np.float32)
 
     def run(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         backend, batch = self._backend, self._batch
-        key_pages, value_pages, window = backend.key_pages[layer], backend.value_pages[layer], backend.windows[layer]
+        key_pages, value_pages, rules = backend.key_pages[layer], backend.value_pages[layer], backend.layers[layer]
         backend.kernels.store(
             keys.numpy(),
             values.numpy(),
@@ -79,14 +80,15 @@ class FastCpuStep(AttentionStep):
                 value_pages,
                 self._tokens,
                 self._slots,
-                self._firsts[window],
+                self._firsts[rules.window],
                 self._lengths,
                 batch.page_table,
+                np.float32(rules.scale),
                 self._scores,
                 output,
             )
         attended = torch.from_numpy(output)
         for start, end, context, pages in self._long:
             caches = backend.cache.keys[layer], backend.cache.values[layer]
-            attended[start:end] = attend_paged(queries[start:end], *caches, pages, context, window).flatten(1)
+            attended[start:end] = attend_paged(queries[start:end], *caches, pages, context, rules).flatten(1)
         return attended

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from services.worker.attention.base import LayerAttention
 from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.spans import Spans, offsets, packed, page_lists
 
@@ -46,11 +47,20 @@ def available(head_dim: int, dtype: torch.dtype) -> bool:
     return True
 
 
+def supports(rules: LayerAttention, scale: float) -> bool:
+    """Return whether plans of ``scale`` compute attention by ``rules``. Other features must have their defaults.
+
+    A plan is made for one scale and one window. Plans for each window would take time on the host in each step.
+    """
+    return rules == LayerAttention(scale, rope=rules.rope)
+
+
 class PlannedWrapper(NamedTuple):
     """Spans of a step, planned by a wrapper of FlashInfer."""
 
     wrapper: Any  # FlashInfer has no types
     rows: slice | torch.Tensor  # query tokens in spans: a slice, or indices [rows] int64
+    scale: float  # of the scores
 
     def run(
         self,
@@ -59,16 +69,18 @@ class PlannedWrapper(NamedTuple):
         values: torch.Tensor,
         output: torch.Tensor,
         lse: torch.Tensor | None,
-        window: int | None = None,
+        rules: LayerAttention,
     ) -> None:
         """Attend, and write the rows of the spans to ``output`` and their log-sum-exp, base 2, to ``lse``.
 
         ``queries`` and ``output [tokens, heads, head_dim]``, and ``keys`` and ``values [page_count, kv_heads,
         page_size, head_dim]`` are contiguous and of one dtype. ``lse`` is ``[tokens, heads]`` float32. Rows between
-        spans may be overwritten. Raises ``ValueError`` if ``window`` is given.
+        spans may be overwritten. Raises ``ValueError`` if ``supports(rules, scale)`` is false for the plan's scale.
         """
-        if window is not None:
-            raise ValueError(f"window={window} is not supported by FlashInfer plans; use the triton backend")
+        if not supports(rules, self.scale):
+            raise ValueError(
+                f"{rules}: not supported by FlashInfer plans of scale {self.scale}; use the triton backend"
+            )
         rows, return_lse = self.rows, lse is not None
         if isinstance(rows, slice):
             part = None if lse is None else lse[rows]
@@ -88,13 +100,18 @@ class FlashInferSpans:
     the plan of ``_WRAPPERS`` steps before.
     """
 
-    def __init__(self, cache: KvCache, heads: int, backend: str, workspace: torch.Tensor, *, causal: bool) -> None:
-        """Create the wrappers. ``backend`` is fa2 or fa3, and ``workspace`` is from ``make_workspace``."""
+    def __init__(
+        self, cache: KvCache, heads: int, backend: str, workspace: torch.Tensor, scale: float, *, causal: bool
+    ) -> None:
+        """Create the wrappers.
+
+        ``backend`` is fa2 or fa3, ``workspace`` is from ``make_workspace``, and ``scale`` is that of the scores.
+        """
         from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
         keys = cache.keys[0]
         self._sizes, self._dtype, self._page_size = (heads, keys.shape[1], keys.shape[3]), keys.dtype, cache.page_size
-        self._causal = causal
+        self._causal, self._scale = causal, scale
         self._wrappers = [
             BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="HND", backend=backend) for _ in range(_WRAPPERS)
         ]
@@ -128,12 +145,13 @@ class FlashInferSpans:
             *self._sizes,
             self._page_size,
             causal=self._causal,
+            sm_scale=self._scale,
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
             seq_lens=_pinned(spans.contexts),
         )
         staged.record()
-        return PlannedWrapper(wrapper, rows)
+        return PlannedWrapper(wrapper, rows, self._scale)
 
 
 def make_workspace(device: torch.device) -> torch.Tensor:

@@ -62,19 +62,19 @@ def _make_store(head_dim: int, page_size: int) -> Callable[..., None]:
 
 
 def _make_attend(head_dim: int, group: int, page_size: int) -> Callable[..., None]:
-    scale = np.float32(_LOG2_E / head_dim**0.5)
     # 2**f on [0, 1), relative error below 2e-7.
     c1, c2, c3 = np.float32(0.693147182), np.float32(0.240226462), np.float32(0.0555032887)
     c4, c5, c6 = np.float32(0.00961817033), np.float32(0.00133336), np.float32(0.000154697)
-    one, lowest = np.float32(1), np.float32(-120)
+    one, lowest, log2_e = np.float32(1), np.float32(-120), np.float32(_LOG2_E)
 
-    def attend(queries, key_pages, value_pages, tokens, slots, firsts, lengths, page_table, scores, output):
+    def attend(queries, key_pages, value_pages, tokens, slots, firsts, lengths, page_table, scale, scores, output):
         """Write ``output[tokens[i]]``, which attends to tokens ``firsts[i]`` to ``lengths[i] - 1`` of ``slots[i]``.
 
-        ``queries [.., heads, head_dim]``; pages ``[pages, kv_heads, page_size, head_dim]``; ``scores [2 * group,
-        max(lengths) or more]`` float32 workspace; ``output [.., heads * head_dim]``.
+        ``queries [.., heads, head_dim]``; pages ``[pages, kv_heads, page_size, head_dim]``; ``scale`` of the products
+        of queries and keys; ``scores [2 * group, max(lengths) or more]`` float32 workspace; ``output [.., heads *
+        head_dim]``.
         """
-        bits = scores.view(np.int32)
+        bits, query_scale = scores.view(np.int32), scale * log2_e
         query = np.empty((group, head_dim), np.float32)
         sums = np.empty((group, head_dim), np.float32)
         inverse = np.empty(group, np.float32)
@@ -84,7 +84,7 @@ def _make_attend(head_dim: int, group: int, page_size: int) -> Callable[..., Non
             for head in range(key_pages.shape[1]):
                 for g in range(group):
                     for i in range(head_dim):
-                        query[g, i] = queries[token, head * group + g, i] * scale
+                        query[g, i] = queries[token, head * group + g, i] * query_scale
                         sums[g, i] = 0
                 done = begin
                 while done < length:
@@ -137,5 +137,5 @@ def _make_attend(head_dim: int, group: int, page_size: int) -> Callable[..., Non
                     for i in range(head_dim):
                         output[token, (head * group + g) * head_dim + i] = sums[g, i] * inverse[g]
 
-    signature = numba.void(_VIEW, _PAGES, _PAGES, *(_INDICES,) * 4, _PAGE_TABLE, _MATRIX, _MATRIX)
+    signature = numba.void(_VIEW, _PAGES, _PAGES, *(_INDICES,) * 4, _PAGE_TABLE, numba.float32, _MATRIX, _MATRIX)
     return compile_function(attend, signature, constants=(head_dim, group, page_size))

@@ -13,9 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
+from services.worker.attention.base import LayerAttention
 from services.worker.layers.fp8 import FP8
 
 _LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(_LOG2_E)  # for kernels
 _SMALLEST_COLUMNS = 8  # columns of a matrix product
 # Triton's interpreter does not support inline assembly.
 _ASSEMBLY = not triton.knobs.runtime.interpret
@@ -28,6 +30,20 @@ LONG_CONTEXT = 4096
 _BUSY_PROGRAMS = 256  # with this number of programs, all multiprocessors are busy without splits
 _FEW_PROGRAMS = 1024  # limit of programs with latency options, and of programs after splitting
 _LONG_PROGRAMS = 8192  # limit of programs after splitting long contexts
+
+
+class ScoreFactors(NamedTuple):
+    """Constants of kernels, with which they turn products of queries and keys into scores to base 2."""
+
+    scale: float  # factor of the products
+    soft_cap: float | None  # of the scores
+
+
+def score_factors(rules: LayerAttention) -> ScoreFactors:
+    """Return the factors of a layer. With a soft cap, ``scale`` is for ``soft_capped``."""
+    if rules.soft_cap is None:
+        return ScoreFactors(rules.scale * _LOG2_E, None)
+    return ScoreFactors(rules.scale / rules.soft_cap * 2 * _LOG2_E, rules.soft_cap * _LOG2_E)
 
 
 class DecodeOptions(NamedTuple):
@@ -46,11 +62,12 @@ class PrefixState(NamedTuple):
     lse: torch.Tensor  # [rows, heads] float32, base 2
 
 
-# Options for high throughput, for heads of up to 64 dimensions and for larger heads. On an H200 with 110 or more tokens
-# per row, a bf16 cache is read at 99 % of the bandwidth of a copy, and an fp8 cache takes 54 % of the time.
-_THROUGHPUT = DecodeOptions(32, 1, 3), DecodeOptions(16, 1, 3)
+# Options for high throughput, for heads of up to 64 dimensions, of up to 128, and for larger heads. On an H200 with
+# 110 or more tokens per row, a bf16 cache is read at 99 % of the bandwidth of a copy, and an fp8 cache takes 54 % of
+# the time. Heads of more than 128 dimensions were not measured.
+_THROUGHPUT = DecodeOptions(32, 1, 3), DecodeOptions(16, 1, 3), DecodeOptions(16, 1, 3)
 # Options for low latency. A tile is the smallest split.
-_LATENCY = DecodeOptions(64, 4, 3), DecodeOptions(64, 4, 2)
+_LATENCY = DecodeOptions(64, 4, 3), DecodeOptions(64, 4, 2), DecodeOptions(32, 4, 3)
 # Float32 products use no tensor cores, so all their inputs must fit the registers.
 _FLOAT32 = DecodeOptions(16, 4, 2)
 
@@ -59,7 +76,7 @@ def decode_options(programs: int, head_dim: int, dtype: torch.dtype) -> DecodeOp
     """Return the options for ``programs``, rows times kv heads, and queries of ``dtype``."""
     if dtype == torch.float32:
         return _FLOAT32
-    return (_LATENCY if programs <= _FEW_PROGRAMS else _THROUGHPUT)[head_dim > 64]
+    return (_LATENCY if programs <= _FEW_PROGRAMS else _THROUGHPUT)[(head_dim > 64) + (head_dim > 128)]
 
 
 def choose_splits(rows: int, kv_heads: int, longest: int) -> int:
@@ -79,6 +96,21 @@ def as_dtype(values, dtype: tl.constexpr):
         # A direct conversion to bf16 is slow, because it uses the unit that also computes exponentials.
         values = values.to(tl.float32)
     return values.to(dtype)
+
+
+@triton.jit
+def soft_capped(scores, SOFT_CAP: tl.constexpr):
+    """Return ``SOFT_CAP * tanh(x)`` for ``scores``, which are ``2 * log2(e) * x``."""
+    # tanh(x) = 1 - 2 / (e**(2 * x) + 1), which is right for an infinite power too.
+    return SOFT_CAP - (2 * SOFT_CAP) / (tl.exp2(scores) + 1.0)
+
+
+@triton.jit
+def add_sinks(sums, peak, total, sinks):
+    """Return the state of the softmax with ``sinks``, a score to base 2 per row of ``sums``, or -inf for none."""
+    higher = tl.maximum(peak, sinks)
+    correction = tl.exp2(peak - higher)
+    return sums * correction[:, None], higher, total * correction + tl.exp2(sinks - higher)
 
 
 @triton.jit
@@ -124,6 +156,7 @@ def _attend(
     prefix_tokens,
     prefix_output,
     prefix_lse,
+    sinks,
     output,
     lse,
     table_stride,
@@ -138,14 +171,18 @@ def _attend(
     TILE: tl.constexpr,
     PREFIX: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     PAIRS: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
     """Attend for each row and kv head. Grid: ``(rows * kv_heads, splits)``.
 
-    With ``WINDOWED``, which excludes ``PREFIX``, a row attends to its last ``window`` tokens. With ``PAIRS``, keys and
-    values are fp8, and ``values`` are pairs in int16, ``[page_count, kv_heads, page_size, head_dim // 2]``.
+    With ``WINDOWED``, which excludes ``PREFIX``, a row attends to its last ``window`` tokens. ``scale`` and
+    ``SOFT_CAP`` are ``ScoreFactors``. With ``SINKS``, ``sinks [heads]`` take part in the softmax of each row once. With
+    ``PAIRS``, keys and values are fp8, and ``values`` are pairs in int16, ``[page_count, kv_heads, page_size, head_dim
+    // 2]``.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PAGE_STRIDE: tl.constexpr = KV_HEADS * PAGE * HEAD_DIM
@@ -173,6 +210,11 @@ def _attend(
     query = tl.load(queries + offsets, (members < GROUP)[:, None], other=0.0)
     inside = (members < GROUP) & (slot >= 0)
     end = tl.where(slot >= 0, end, begin)
+    if SINKS:
+        # The first split and no prefix has the sink, so that it counts once.
+        sink = (
+            tl.load(sinks + head * GROUP + members, inside & (split == 0), other=float("-inf")).to(tl.float32) * LOG2_E
+        )
     if PREFIX:
         has_prefix = inside & (begin > 0) & (split == 0)
     if SPLIT:
@@ -194,6 +236,7 @@ def _attend(
     page_offset = head * (PAGE * HEAD_DIM) + (tokens % SPAN) * HEAD_DIM
     keys += page_offset[:, None] + dims[None, :]
     values += (page_offset // (HEAD_DIM // WIDTH))[None, :] + tl.arange(0, WIDTH)[:, None]
+    factor = scale if SOFT_CAP is None else 1.0
     # A finite start avoids inf - inf, which is NaN.
     peak = tl.full((COLUMNS,), -1e30, tl.float32)
     totals = tl.zeros((TILE, COLUMNS), tl.float32)
@@ -216,9 +259,11 @@ def _attend(
         key = tl.load(keys + key_offset[:, None], visible[:, None], other=0.0)
         value = tl.load(values + value_offset[None, :], visible[None, :], other=0.0)
         scores = tl.dot(as_dtype(key, query.dtype), query, input_precision="ieee")
+        if SOFT_CAP is not None:
+            scores = soft_capped(scores * scale, SOFT_CAP)
         scores = tl.where(visible[:, None], scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, axis=0) * scale)
-        weights = tl.exp2(scores * scale - higher[None, :])
+        higher = tl.maximum(peak, tl.max(scores, axis=0) * factor)
+        weights = tl.exp2(scores * factor - higher[None, :])
         correction = tl.exp2(peak - higher)[None, :]
         totals = totals * correction + weights
         weights = weights.to(query.dtype)
@@ -236,6 +281,8 @@ def _attend(
         total = total * own + shared
         result = result * own[:, None] + prefix_result.to(tl.float32) * shared[:, None]
         peak = higher
+    if SINKS:
+        result, peak, total = add_sinks(result, peak, total, sink)
     if SPLIT:
         nonempty = total > 0.0
         total = tl.where(nonempty, total, 1.0)
@@ -281,21 +328,21 @@ def decode_attention(
     positions: torch.Tensor,
     page_table: torch.Tensor,
     output: torch.Tensor,
+    rules: LayerAttention,
     *,
     rows: int | None = None,
     prefix: PrefixState | None = None,
-    window: int | None = None,
     splits: int = 1,
     options: DecodeOptions | None = None,
 ) -> None:
     """Write the attention of the first ``rows`` queries to ``output``; None means all queries.
 
-    A query attends to tokens 0 to ``positions`` of its slot, or to the last ``window`` of these. ``queries`` and
-    ``output [.., heads, head_dim]``, and ``keys`` and ``values [page_count, kv_heads, page_size, head_dim]`` are
-    contiguous and of one dtype, or keys and values are fp8. ``token_slots`` and ``positions [..]`` and ``page_table
-    [max_slots, max_pages]`` are int32. Slot -1 is padding, whose output is not changed.
+    A query attends to tokens 0 to ``positions`` of its slot, by ``rules``. ``queries`` and ``output [.., heads,
+    head_dim]``, and ``keys`` and ``values [page_count, kv_heads, page_size, head_dim]`` are contiguous and of one
+    dtype, or keys and values are fp8. ``token_slots`` and ``positions [..]`` and ``page_table [max_slots, max_pages]``
+    are int32. Slot -1 is padding, whose output is not changed.
 
-    Tokens of a row's ``prefix`` are not read again; ``prefix`` must be None with a ``window``. ``splits`` is the number
+    Tokens of a row's ``prefix`` are not read again; ``prefix`` must be None with a window. ``splits`` is the number
     of programs per row and kv head, 1 to ``MAX_SPLITS``. From 2 on, a second kernel merges their results.
     """
     rows = queries.shape[0] if rows is None else rows
@@ -307,13 +354,16 @@ def decode_attention(
         target = torch.empty((rows, heads, splits, head_dim), dtype=torch.float32, device=queries.device)
         lse = torch.empty((rows, heads, splits), dtype=torch.float32, device=queries.device)
     state = prefix or PrefixState(token_slots, queries, queries)  # placeholders, not read
+    sinks, factors = rules.sinks, score_factors(rules)
     pairs = keys.dtype == FP8 and queries.dtype != torch.float32
     _attend[(rows * kv_heads, splits)](
         queries, keys, values.view(torch.int16) if pairs else values, token_slots, positions, page_table, *state,
-        target, lse, page_table.stride(0), splits, window or 0, _LOG2_E / head_dim**0.5, HEADS=heads, KV_HEADS=kv_heads,
+        queries if sinks is None else sinks, target, lse, page_table.stride(0), splits, rules.window or 0,
+        factors.scale, HEADS=heads, KV_HEADS=kv_heads,
         COLUMNS=max(_SMALLEST_COLUMNS, triton.next_power_of_2(heads // kv_heads)), HEAD_DIM=head_dim, PAGE=page_size,
-        TILE=options.tile, PREFIX=prefix is not None, WINDOWED=window is not None, SPLIT=splits > 1, PAIRS=pairs,
-        ASSEMBLY=_ASSEMBLY, num_warps=options.warps, num_stages=options.stages,
+        TILE=options.tile, PREFIX=prefix is not None, WINDOWED=rules.window is not None, SOFT_CAP=factors.soft_cap,
+        SINKS=sinks is not None, SPLIT=splits > 1, PAIRS=pairs, ASSEMBLY=_ASSEMBLY, num_warps=options.warps,
+        num_stages=options.stages,
     )  # fmt: skip
     if splits > 1:
         _merge[(rows * heads,)](

@@ -12,14 +12,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.worker.attention.base import HeadNorms
-from services.worker.attention.triton_decode import as_dtype
+from services.worker.attention.base import HeadNorms, LayerAttention
+from services.worker.attention.triton_decode import LOG2_E, add_sinks, as_dtype, score_factors, soft_capped
 from services.worker.attention.triton_store import round_to_cache
 from services.worker.layers.fp8 import LARGEST
 from services.worker.layers.triton_overlap import overlapping, overlaps
 
 MOST_ROWS = 16
-_LOG2_E = 1.4426950408889634
 _SMALLEST_DOT = 16  # the smallest side of a matrix product
 _PROGRAMS = 3 * 132  # with this number of programs, all multiprocessors are busy
 _MOST_SPLITS = 32
@@ -70,7 +69,10 @@ def _read(
 
 
 @triton.jit
-def _rotated(pointers, inside, weight, eps, cosines, sines, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+def _rotated(
+    pointers, inside, weight, eps, cosines, sines,
+    HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
     """Return the heads at ``pointers [heads, 1]``, normalised and rotated, ``[heads, HEAD_DIM]`` float32."""
     dims = tl.arange(0, HEAD_DIM)
     swapped_dims = (dims + HEAD_DIM // 2) % HEAD_DIM
@@ -80,8 +82,10 @@ def _rotated(pointers, inside, weight, eps, cosines, sines, HEAD_DIM: tl.constex
         inverse = tl.rsqrt(tl.sum(values * values, axis=1) / HEAD_DIM + eps)[:, None]
         values = values * inverse * tl.load(weight + dims).to(tl.float32)[None, :]
         swapped = swapped * inverse * tl.load(weight + swapped_dims).to(tl.float32)[None, :]
-    # The table contains negated sines for the first half.
-    return values * cosines[None, :] + swapped * sines[None, :]
+    if ROTATED:
+        # The table contains negated sines for the first half.
+        values = values * cosines[None, :] + swapped * sines[None, :]
+    return values
 
 
 @triton.jit
@@ -123,6 +127,7 @@ def _attend(
     sin,
     q_norm,
     k_norm,
+    sinks,
     keys,
     values,
     output,
@@ -142,7 +147,10 @@ def _attend(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     NORM: tl.constexpr,
+    ROTATED: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     AT_ONCE: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -151,7 +159,8 @@ def _attend(
     """Normalise, rotate, store and attend for each row and kv head. Grid: ``(rows * kv_heads, splits)``.
 
     The first program of a row and kv head also stores the row's new token. With ``WINDOWED``, a row attends to its last
-    ``window`` tokens, including the new one.
+    ``window`` tokens, including the new one. ``scale`` and ``SOFT_CAP`` are ``ScoreFactors``. With ``SINKS``, ``sinks
+    [heads]`` take part in the softmax of each row once.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PAGE_STRIDE: tl.constexpr = KV_HEADS * PAGE * HEAD_DIM
@@ -183,16 +192,18 @@ def _attend(
     new_page = tl.load(table + position // PAGE).to(tl.int64)
     key, value = _read(keys, values, table, head_offset, begin, end, PAGE_STRIDE, HEAD_DIM, PAGE, TILE)
     angles = position.to(tl.int64) * HEAD_DIM + dims
-    cosines, sines = tl.load(cos + angles), tl.load(sin + angles)
+    cosines, sines = angles, angles  # not read without ``ROTATED``
+    if ROTATED:
+        cosines, sines = tl.load(cos + angles), tl.load(sin + angles)
     if OVERLAP:
         gdc_wait()
 
     source = qkv + row * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
     pointers = source + (head * GROUP + members)[:, None] * HEAD_DIM
-    query = _rotated(pointers, inside, q_norm, eps, cosines, sines, HEAD_DIM, NORM).to(qkv.dtype.element_ty)
+    query = _rotated(pointers, inside, q_norm, eps, cosines, sines, HEAD_DIM, NORM, ROTATED).to(qkv.dtype.element_ty)
     one = tl.arange(0, 1)[:, None]
     pointers = source + (HEADS + head + one) * HEAD_DIM
-    new_key = _rotated(pointers, one == 0, k_norm, eps, cosines, sines, HEAD_DIM, NORM)
+    new_key = _rotated(pointers, one == 0, k_norm, eps, cosines, sines, HEAD_DIM, NORM, ROTATED)
     new_value = tl.load(source + (HEADS + KV_HEADS + head + one) * HEAD_DIM + dims[None, :])
     new_key = round_to_cache(new_key, keys.dtype.element_ty, LARGEST)
     new_value = round_to_cache(new_value, values.dtype.element_ty, LARGEST)
@@ -202,11 +213,15 @@ def _attend(
     tl.store(values + stored, new_value, first & (one == 0))
 
     score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
+    if SOFT_CAP is not None:
+        score = soft_capped(score, SOFT_CAP)
     peak = tl.where(first, score, float("-inf"))
     total = tl.where(first, 1.0, 0.0) + tl.zeros((GROUP_PADDED,), tl.float32)
     sums = tl.where(first, new_value.to(tl.float32), 0.0) + tl.zeros((GROUP_PADDED, HEAD_DIM), tl.float32)
     for start in range(begin, end, TILE):
         scores = tl.dot(query, as_dtype(key, query.dtype), input_precision="ieee") * scale
+        if SOFT_CAP is not None:
+            scores = soft_capped(scores, SOFT_CAP)
         scores = tl.where((start + tl.arange(0, TILE) < end)[None, :], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, axis=1))
         weights = tl.exp2(scores - higher[:, None])
@@ -217,6 +232,12 @@ def _attend(
         peak = higher
         key, value = _read(keys, values, table, head_offset, start + TILE, end, PAGE_STRIDE, HEAD_DIM, PAGE, TILE)
 
+    if SINKS:
+        sink = (
+            tl.load(sinks + head * GROUP + members, first & (members < GROUP), other=float("-inf")).to(tl.float32)
+            * LOG2_E
+        )
+        sums, peak, total = add_sinks(sums, peak, total, sink)
     result = sums / total[:, None]
     if sharing == 1:
         tl.store(target + members[:, None] * HEAD_DIM + dims[None, :], result.to(output.dtype.element_ty), inside)
@@ -235,14 +256,14 @@ def few_attention(
     token_slots: torch.Tensor,
     positions: torch.Tensor,
     page_table: torch.Tensor,
-    tables: tuple[torch.Tensor, torch.Tensor],
+    tables: tuple[torch.Tensor, torch.Tensor] | None,
     norms: HeadNorms | None,
     keys: torch.Tensor,
     values: torch.Tensor,
     output: torch.Tensor,
     arrivals: torch.Tensor,
+    rules: LayerAttention,
     *,
-    window: int | None = None,
     splits: int,
     options: FewOptions | None = None,
 ) -> None:
@@ -260,13 +281,15 @@ def few_attention(
     if splits > 1:
         partial = torch.empty((rows * kv_heads * splits * group, head_dim), dtype=torch.float32, device=qkv.device)
         lse = torch.empty(rows * kv_heads * splits * group, dtype=torch.float32, device=qkv.device)
-    overlap = overlaps(qkv.device)
+    overlap, sinks, factors = overlaps(qkv.device), rules.sinks, score_factors(rules)
     q_norm, k_norm, eps = norms or HeadNorms(qkv, qkv, 0.0)  # placeholders, not read
     _attend[(rows * kv_heads, splits)](
-        qkv, token_slots, positions, page_table, *tables, q_norm, k_norm, keys, values, output, partial, lse, arrivals,
-        page_table.stride(0), splits, window or 0, eps, _LOG2_E / head_dim**0.5, HEADS=heads, KV_HEADS=kv_heads,
+        qkv, token_slots, positions, page_table, *(tables or (qkv, qkv)), q_norm, k_norm,
+        qkv if sinks is None else sinks, keys, values, output, partial, lse, arrivals, page_table.stride(0), splits,
+        rules.window or 0, eps, factors.scale, HEADS=heads, KV_HEADS=kv_heads,
         GROUP_PADDED=max(_SMALLEST_DOT, merged), GROUP_MERGED=merged, HEAD_DIM=head_dim, PAGE=page_size, TILE=tile,
-        NORM=norms is not None, WINDOWED=window is not None, SPLIT=splits > 1,
+        NORM=norms is not None, ROTATED=tables is not None, WINDOWED=rules.window is not None,
+        SOFT_CAP=factors.soft_cap, SINKS=sinks is not None, SPLIT=splits > 1,
         AT_ONCE=max(1, min(_MOST_SPLITS, _MERGED // (merged * head_dim))), LARGEST=LARGEST, OVERLAP=overlap,
         num_warps=warps, num_stages=1, **overlapping(overlap),
     )  # fmt: skip

@@ -12,10 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from services.worker.attention.base import LayerAttention
 from services.worker.attention.spans import TILE_FIELDS, Spans, tiles
-from services.worker.attention.triton_decode import as_dtype
-
-_LOG2_E = 1.4426950408889634
+from services.worker.attention.triton_decode import LOG2_E, add_sinks, as_dtype, score_factors, soft_capped
 
 
 class SpanOptions(NamedTuple):
@@ -31,6 +30,8 @@ def span_options(head_dim: int, dtype: torch.dtype) -> SpanOptions:
     """Return options for which a tile fits the registers."""
     if dtype == torch.float32:
         return SpanOptions(32, 32, 4, 1)
+    if head_dim > 128:
+        return SpanOptions(128, 32, 8, 2)
     return SpanOptions(128, 64, 8, 3) if head_dim <= 64 else SpanOptions(128, 64, 8, 2)
 
 
@@ -38,7 +39,7 @@ def span_options(head_dim: int, dtype: torch.dtype) -> SpanOptions:
 def _accumulate(
     sums, peak, total, query, keys, values, table, head_offset, dims, firsts, bounds, begin, end, scale,
     PAGE_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Return the state of the softmax after keys ``begin`` to ``end - 1``.
 
@@ -60,6 +61,8 @@ def _accumulate(
             key = tl.load(keys + tile)
             value = tl.load(values + tile)
         scores = tl.dot(query, tl.trans(as_dtype(key, query.dtype)), input_precision="ieee") * scale
+        if SOFT_CAP is not None:
+            scores = soft_capped(scores, SOFT_CAP)
         if MASKED:
             visible = (tokens[None, :] < bounds[:, None]) & inside[None, :]
             if WINDOWED:
@@ -82,6 +85,7 @@ def _attend(
     values,
     tiles,
     page_table,
+    sinks,
     output,
     lse,
     table_stride,
@@ -97,11 +101,14 @@ def _attend(
     FIELDS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     LSE: tl.constexpr,
 ):
     """Attend for each tile and kv head. Grid: ``(tiles * kv_heads,)``.
 
-    With ``WINDOWED``, which needs ``CAUSAL``, each token attends to its last ``window`` tokens.
+    With ``WINDOWED``, which needs ``CAUSAL``, each token attends to its last ``window`` tokens. ``scale`` and
+    ``SOFT_CAP`` are ``ScoreFactors``. With ``SINKS``, ``sinks [heads]`` take part in the softmax of each token.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PAGE_STRIDE: tl.constexpr = KV_HEADS * PAGE * HEAD_DIM
@@ -134,16 +141,19 @@ def _attend(
         begin = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS, whole)
         sums, peak, total = _accumulate(
             sums, peak, total, query, keys, values, table, head_offset, dims, firsts, bounds, start, begin, scale,
-            PAGE_STRIDE, HEAD_DIM, PAGE, KEYS, True, True,
+            PAGE_STRIDE, HEAD_DIM, PAGE, KEYS, True, True, SOFT_CAP,
         )  # fmt: skip
     sums, peak, total = _accumulate(
         sums, peak, total, query, keys, values, table, head_offset, dims, firsts, bounds, begin, whole, scale,
-        PAGE_STRIDE, HEAD_DIM, PAGE, KEYS, False, WINDOWED,
+        PAGE_STRIDE, HEAD_DIM, PAGE, KEYS, False, WINDOWED, SOFT_CAP,
     )  # fmt: skip
     sums, peak, total = _accumulate(
         sums, peak, total, query, keys, values, table, head_offset, dims, firsts, bounds, whole, end, scale,
-        PAGE_STRIDE, HEAD_DIM, PAGE, KEYS, True, WINDOWED,
+        PAGE_STRIDE, HEAD_DIM, PAGE, KEYS, True, WINDOWED, SOFT_CAP,
     )  # fmt: skip
+    if SINKS:
+        sink = tl.load(sinks + head * GROUP + member, inside, other=float("-inf")).to(tl.float32) * LOG2_E
+        sums, peak, total = add_sinks(sums, peak, total, sink)
     result = (sums / total[:, None]).to(output.dtype.element_ty)
     tl.store(output + head_rows[:, None] * HEAD_DIM + dims[None, :], result, inside[:, None])
     if LSE:
@@ -165,23 +175,24 @@ class PlannedTiles(NamedTuple):
         values: torch.Tensor,
         output: torch.Tensor,
         lse: torch.Tensor | None,
-        window: int | None = None,
+        rules: LayerAttention,
     ) -> None:
         """Attend, and write the rows of the spans to ``output`` and their log-sum-exp, base 2, to ``lse``.
 
         ``queries`` and ``output [tokens, heads, head_dim]``, and ``keys`` and ``values [page_count, kv_heads,
         page_size, head_dim]`` are contiguous and of one dtype, or keys and values are fp8. ``lse`` is ``[tokens,
-        heads]`` float32. With a ``window``, which needs causal spans, each token attends to its last ``window`` tokens.
+        heads]`` float32. A window needs causal spans.
         """
         _, heads, head_dim = queries.shape
         _, kv_heads, page_size, _ = keys.shape
-        options = self.options
+        options, sinks, factors = self.options, rules.sinks, score_factors(rules)
         _attend[(len(self.tiles) * kv_heads,)](
-            queries, keys, values, self.tiles, self.page_table, output, output if lse is None else lse,
-            self.page_table.stride(0), window or 0, _LOG2_E / head_dim**0.5, HEADS=heads, KV_HEADS=kv_heads,
-            GROUP_PADDED=triton.next_power_of_2(heads // kv_heads), HEAD_DIM=head_dim, PAGE=page_size,
-            ROWS=options.rows, KEYS=options.keys, FIELDS=TILE_FIELDS, CAUSAL=self.causal,
-            WINDOWED=window is not None, LSE=lse is not None, num_warps=options.warps, num_stages=options.stages,
+            queries, keys, values, self.tiles, self.page_table, queries if sinks is None else sinks, output,
+            output if lse is None else lse, self.page_table.stride(0), rules.window or 0, factors.scale, HEADS=heads,
+            KV_HEADS=kv_heads, GROUP_PADDED=triton.next_power_of_2(heads // kv_heads), HEAD_DIM=head_dim,
+            PAGE=page_size, ROWS=options.rows, KEYS=options.keys, FIELDS=TILE_FIELDS, CAUSAL=self.causal,
+            WINDOWED=rules.window is not None, SOFT_CAP=factors.soft_cap, SINKS=sinks is not None,
+            LSE=lse is not None, num_warps=options.warps, num_stages=options.stages,
         )  # fmt: skip
 
 

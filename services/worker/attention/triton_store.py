@@ -11,7 +11,10 @@ _WARPS = 2
 
 
 @triton.jit
-def _rotated(source, weight, eps, angles, cos, sin, heads, inside, HALF: tl.constexpr, NORM: tl.constexpr):
+def _rotated(
+    source, weight, eps, angles, cos, sin, heads, inside,
+    HALF: tl.constexpr, NORM: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
     """Return both halves of ``heads`` at ``source``, normalised and rotated, ``[heads, HALF]`` float32 each."""
     dims = tl.arange(0, HALF)
     pointers = source + heads[:, None] * (2 * HALF) + dims[None, :]
@@ -22,10 +25,13 @@ def _rotated(source, weight, eps, angles, cos, sin, heads, inside, HALF: tl.cons
         inverse = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
         first = first * inverse * tl.load(weight + dims).to(tl.float32)[None, :]
         second = second * inverse * tl.load(weight + HALF + dims).to(tl.float32)[None, :]
-    # The table contains negated sines for the first half.
-    cos_first, cos_second = tl.load(cos + angles + dims)[None, :], tl.load(cos + angles + HALF + dims)[None, :]
-    sin_first, sin_second = tl.load(sin + angles + dims)[None, :], tl.load(sin + angles + HALF + dims)[None, :]
-    return first * cos_first + second * sin_first, second * cos_second + first * sin_second
+    rotated = first, second
+    if ROTATED:
+        # The table contains negated sines for the first half.
+        cos_first, cos_second = tl.load(cos + angles + dims)[None, :], tl.load(cos + angles + HALF + dims)[None, :]
+        sin_first, sin_second = tl.load(sin + angles + dims)[None, :], tl.load(sin + angles + HALF + dims)[None, :]
+        rotated = first * cos_first + second * sin_first, second * cos_second + first * sin_second
+    return rotated
 
 
 @triton.jit
@@ -62,6 +68,7 @@ def _rotate_and_store(
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
+    ROTATED: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
     """Normalise, rotate and store one token per program. Grid: ``(tokens,)``."""
@@ -85,14 +92,14 @@ def _rotate_and_store(
     page = tl.load(page_table + slot.to(tl.int64) * table_stride + position // PAGE).to(tl.int64)
     source = qkv + token * (HEADS + 2 * KV_HEADS) * HEAD_DIM
 
-    first, second = _rotated(source, q_norm, eps, angles, cos, sin, heads, query_inside, HALF, NORM)
+    first, second = _rotated(source, q_norm, eps, angles, cos, sin, heads, query_inside, HALF, NORM, ROTATED)
     tl.store(queries + query_offsets, first.to(dtype), query_inside[:, None])
     tl.store(queries + query_offsets + HALF, second.to(dtype), query_inside[:, None])
 
     kv_heads = tl.arange(0, KV_HEADS_PADDED)
     inside = kv_heads < KV_HEADS
     source += HEADS * HEAD_DIM
-    first, second = _rotated(source, k_norm, eps, angles, cos, sin, kv_heads, inside, HALF, NORM)
+    first, second = _rotated(source, k_norm, eps, angles, cos, sin, kv_heads, inside, HALF, NORM, ROTATED)
     stored = page * (KV_HEADS * PAGE * HEAD_DIM) + (position % PAGE) * HEAD_DIM
     offsets = stored + kv_heads[:, None] * (PAGE * HEAD_DIM) + dims[None, :]
     tl.store(keys + offsets, round_to_cache(first, cached, LARGEST), inside[:, None])
@@ -110,7 +117,7 @@ def rotate_and_store(
     token_slots: torch.Tensor,
     positions: torch.Tensor,
     page_table: torch.Tensor,
-    tables: tuple[torch.Tensor, torch.Tensor],
+    tables: tuple[torch.Tensor, torch.Tensor] | None,
     norms: HeadNorms | None,
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -124,15 +131,15 @@ def rotate_and_store(
     ``qkv [tokens, (heads + 2 * kv_heads) * head_dim]`` is contiguous. ``token_slots`` and ``positions [tokens]`` and
     ``page_table [max_slots, max_pages]`` are int32. Slot -1 is padding: zeros are written to ``queries [tokens, heads,
     head_dim]`` and ``output [tokens, heads * head_dim]``, and nothing is stored. ``tables`` are the cosines and sines
-    of ``Rotary``. ``keys`` and ``values [page_count, kv_heads, page_size, head_dim]`` have the dtype of ``qkv``, or fp8
-    without a scale.
+    of ``Rotary``; None = nothing is rotated. ``keys`` and ``values [page_count, kv_heads, page_size, head_dim]`` have
+    the dtype of ``qkv``, or fp8 without a scale.
     """
     tokens, heads, head_dim = queries.shape
     _, kv_heads, page_size, _ = keys.shape
     q_norm, k_norm, eps = norms or HeadNorms(qkv, qkv, 0.0)  # placeholders, not read
     _rotate_and_store[(tokens,)](
-        qkv, token_slots, positions, page_table, *tables, q_norm, k_norm, queries, keys, values, output,
+        qkv, token_slots, positions, page_table, *(tables or (qkv, qkv)), q_norm, k_norm, queries, keys, values, output,
         page_table.stride(0), eps, HEADS=heads, KV_HEADS=kv_heads, HEADS_PADDED=triton.next_power_of_2(heads),
         KV_HEADS_PADDED=triton.next_power_of_2(kv_heads), HEAD_DIM=head_dim, PAGE=page_size, NORM=norms is not None,
-        LARGEST=LARGEST, num_warps=warps,
+        ROTATED=tables is not None, LARGEST=LARGEST, num_warps=warps,
     )  # fmt: skip

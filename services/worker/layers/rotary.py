@@ -23,12 +23,27 @@ class Rotary:
     """
 
     def __init__(
-        self, settings: RopeSettings, head_dim: int, max_tokens: int, dtype: torch.dtype, device: torch.device
+        self,
+        settings: RopeSettings | None,
+        rotated: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        head_dim: int | None = None,
     ) -> None:
-        """Compute the tables for contexts of up to ``max_tokens``. ``dtype`` is that of the values ``at`` returns."""
-        positions = torch.arange(max_tokens, dtype=torch.float32)
-        angles = positions[:, None] * _frequencies(settings, head_dim, max_tokens)
-        cos, sin = angles.cos() * settings.attention_factor, angles.sin() * settings.attention_factor
+        """Compute the tables for contexts of up to ``max_tokens``. ``dtype`` is that of the values ``at`` returns.
+
+        The first and the second ``rotated / 2`` elements turn, counted from the beginning and from the middle of a head
+        of ``head_dim`` elements, by default ``rotated``. Without ``settings``, no element turns.
+        """
+        half = (head_dim or rotated) // 2
+        cos, sin = torch.ones(max_tokens, half), torch.zeros(max_tokens, half)
+        if settings is not None:
+            positions = torch.arange(max_tokens, dtype=torch.float32)
+            angles = positions[:, None] * _frequencies(settings, rotated, max_tokens)
+            cos[:, : rotated // 2] = angles.cos() * settings.attention_factor
+            sin[:, : rotated // 2] = angles.sin() * settings.attention_factor
         self._dtype = dtype
         self.cos = torch.cat((cos, cos), dim=-1).to(device)
         self.sin = torch.cat((-sin, sin), dim=-1).to(device)
@@ -40,33 +55,33 @@ class Rotary:
         return cos.to(self._dtype), sin.to(self._dtype)
 
 
-def _frequencies(settings: RopeSettings, head_dim: int, max_tokens: int) -> torch.Tensor:
-    """Return radians per position, ``[head_dim / 2]`` float32.
+def _frequencies(settings: RopeSettings, rotated: int, max_tokens: int) -> torch.Tensor:
+    """Return radians per position, ``[rotated / 2]`` float32.
 
-    For ``dynamic``, the frequencies depend on the position and are ``[max_tokens, head_dim / 2]``.
+    For ``dynamic``, the frequencies depend on the position and are ``[max_tokens, rotated / 2]``.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     wavelengths = settings.theta**exponents
     if settings.kind == "linear":
         return 1.0 / wavelengths / settings.factor
     if settings.kind == "dynamic":
-        return _dynamic(settings, head_dim, max_tokens, exponents)
+        return _dynamic(settings, rotated, max_tokens, exponents)
     if settings.kind == "longrope":
         long = has_long_factors(settings, max_tokens)
         return 1.0 / (torch.tensor(settings.long_factor if long else settings.short_factor) * wavelengths)
     if settings.kind == "llama3":
         return _llama3(settings, 1.0 / wavelengths)
     if settings.kind == "yarn":
-        unscaled = _unscaled_share(settings, head_dim)
+        unscaled = _unscaled_share(settings, rotated)
         return unscaled / wavelengths + (1 - unscaled) / (settings.factor * wavelengths)
     return 1.0 / wavelengths
 
 
-def _dynamic(settings: RopeSettings, head_dim: int, max_tokens: int, exponents: torch.Tensor) -> torch.Tensor:
+def _dynamic(settings: RopeSettings, rotated: int, max_tokens: int, exponents: torch.Tensor) -> torch.Tensor:
     """Return the frequencies of NTK-aware scaling, whose base grows with the position."""
     original, factor = settings.original_max_position_embeddings, settings.factor
     lengths = torch.arange(1, max_tokens + 1).clamp(min=original)
-    growth = ((factor * lengths / original) - (factor - 1)) ** (head_dim / (head_dim - 2))
+    growth = ((factor * lengths / original) - (factor - 1)) ** (rotated / (rotated - 2))
     bases = torch.where(lengths > original, settings.theta * growth, settings.theta)
     return 1.0 / bases[:, None] ** exponents
 
@@ -82,8 +97,8 @@ def _llama3(settings: RopeSettings, frequencies: torch.Tensor) -> torch.Tensor:
     return unscaled * frequencies + (1 - unscaled) * frequencies / settings.factor
 
 
-def _unscaled_share(settings: RopeSettings, head_dim: int) -> torch.Tensor:
-    """Return the share of each frequency that YaRN (Peng et al. 2023) does not scale, ``[head_dim / 2]``.
+def _unscaled_share(settings: RopeSettings, rotated: int) -> torch.Tensor:
+    """Return the share of each frequency that YaRN (Peng et al. 2023) does not scale, ``[rotated / 2]``.
 
     It is 1 for frequencies with at least ``beta_fast`` turns in the original context, and 0 for frequencies with at
     most ``beta_slow`` turns.
@@ -92,11 +107,11 @@ def _unscaled_share(settings: RopeSettings, head_dim: int) -> torch.Tensor:
     def dimension(turns: float) -> float:
         """Return the dimension whose frequency has ``turns`` turns in the original context."""
         wavelength = settings.original_max_position_embeddings / (turns * 2 * math.pi)
-        return head_dim * math.log(wavelength) / (2 * math.log(settings.theta))
+        return rotated * math.log(wavelength) / (2 * math.log(settings.theta))
 
     first, last = dimension(settings.beta_fast), dimension(settings.beta_slow)
     if settings.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+    first, last = max(first, 0), min(last, rotated - 1)
     width = last - first if last != first else 0.001
-    return 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
+    return 1 - ((torch.arange(rotated // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
