@@ -172,6 +172,13 @@ class JsonObject:
             raise self.wrong(name, "a list of strings")
         return value
 
+    def integers(self, name: str) -> list[int] | None:
+        """Return a list of integers, or None if it is absent."""
+        value = self.values.get(name)
+        if value is not None and (type(value) is not list or any(type(each) is not int for each in value)):
+            raise self.wrong(name, "a list of integers")
+        return value
+
     def numbers(self, name: str, count: int, *, least: float, most: float) -> tuple[float, ...] | None:
         """Return a list of ``count`` finite numbers, or None if it is absent."""
         value = self.values.get(name)

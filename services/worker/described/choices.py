@@ -4,7 +4,6 @@ Without torch, so that ``toka-doctor`` makes the same choices before a start. Th
 smallest of their values.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.flags import as_text
-from services.worker.described.checkpoint import layer_shapes
+from services.worker.described.checkpoint import active_parameters
 from services.worker.described.config import ModelConfig
 from services.worker.described.memory import BFLOAT16, FLOAT32, FP8, footprint, margin, page_bytes, weight_bytes
 from services.worker.described.ranks import Ranks
@@ -142,7 +141,7 @@ class _OnCuda(_Chooser):
         )
         yield "use_cudagraphs", True, "small steps are one launch instead of hundreds"
         local = local_config(self._model, self._ranks, self._layers)
-        in_layers = sum(math.prod(shape) for layer in local.layers for shape in layer_shapes(local, layer).values())
+        in_layers = sum(active_parameters(local, layer) for layer in local.layers)
         graph_rows = _power_of_two(_WORK_PER_LAYER * len(local.layers) / in_layers)
         rows = max(_FEWEST_GRAPH_ROWS, min(graph_rows, _MOST_GRAPH_ROWS))
         yield "cudagraph_max_size", rows, "larger steps take the device longer than the host to launch them"

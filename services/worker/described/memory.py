@@ -77,8 +77,16 @@ def table_bytes(config: ChosenWorkerConfig, max_context: int) -> int:
 
 
 def _token_bytes(local: ModelConfig, item: int) -> int:
-    """Return the estimated size of a token's activations."""
-    return (_HIDDEN_COPIES * local.hidden_size + _INNER_COPIES * local.intermediate_size) * item
+    """Return the estimated size of a token's activations.
+
+    Each of a token's experts has a row of its own before the rows are summed.
+    """
+    dense = [local.intermediate_size] if local.has_dense_layers else []
+    experts = [
+        experts.chosen * (experts.width + local.hidden_size // _INNER_COPIES) + experts.shared_width
+        for experts in local.experts
+    ]
+    return (_HIDDEN_COPIES * local.hidden_size + _INNER_COPIES * max(dense + experts)) * item
 
 
 def graph_bytes(config: ChosenWorkerConfig, local: ModelConfig, item: int) -> int:
@@ -130,7 +138,7 @@ def kept_in_piece(size: int) -> int:
 
 def rotation_bytes(model: ModelConfig) -> int:
     """Return the size of the tables of cosines and sines for all positions."""
-    return 2 * model.max_context_tokens * model.head_dim * FLOAT32
+    return 2 * len(model.ropes) * model.max_context_tokens * model.head_dim * FLOAT32
 
 
 def weight_bytes(model: ModelConfig, ranks: Ranks, layers: range, item: int, quantization: str) -> int:

@@ -11,6 +11,7 @@ class Ranks:
     tp_size: int = 1
     pp_rank: int = 0  # selects the layers
     pp_size: int = 1
+    whole_experts: bool = False  # the workers of a stage share experts as whole ones, not columns of each
 
     @property
     def size(self) -> int:

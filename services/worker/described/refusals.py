@@ -39,7 +39,7 @@ def refuse_numba_settings() -> None:
 
 
 def refuse_unsupported_cuda_sizes(page_size: int, head_dim: int) -> None:
-    """Raise ``InvalidRequest`` if ``page_size`` or ``head_dim`` is not a power of two.
+    """Raise ``InvalidRequest`` if ``page_size`` or ``head_dim``, that of the cache, is not a supported power of two.
 
     The CUDA kernels index with masks and shifts.
     """
@@ -47,7 +47,7 @@ def refuse_unsupported_cuda_sizes(page_size: int, head_dim: int) -> None:
         raise InvalidRequest(
             f"flag page_size={page_size}: on cuda it must be a power of two; use 16, for example", field="page_size"
         )
-    if head_dim < 16 or head_dim & (head_dim - 1):
+    if not 16 <= head_dim <= 256 or head_dim & (head_dim - 1):
         raise InvalidRequest(
             f"config.json: head_dim={head_dim} is not supported on cuda; 16, 32, 64, 128 and 256 are; choose another"
             " model, or device=cpu",
@@ -93,11 +93,14 @@ def refuse_unquantizable_sizes(config: ModelConfig, tp_size: int) -> None:
     """
     sizes = {
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
         "vocab_size": config.vocab_size,
         "num_attention_heads * head_dim": config.heads * config.head_dim,
         "num_key_value_heads * head_dim": config.kv_heads * config.head_dim,
     }
+    if config.has_dense_layers:
+        sizes["intermediate_size"] = config.intermediate_size
+    for experts in config.experts:
+        sizes |= {"moe_intermediate_size": experts.width, "width of the shared expert": experts.shared_width}
     for name, size in sizes.items():
         if size % _FP8_MULTIPLE:
             raise InvalidRequest(

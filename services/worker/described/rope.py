@@ -28,12 +28,31 @@ class RopeSettings:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
-    short_factor: tuple[float, ...] = ()  # longrope, [head_dim / 2]
-    long_factor: tuple[float, ...] = ()  # longrope, [head_dim / 2]
+    short_factor: tuple[float, ...] = ()  # longrope, [rotated elements / 2]
+    long_factor: tuple[float, ...] = ()  # longrope, [rotated elements / 2]
 
 
-def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeSettings:
-    """Return the settings of the rotary embedding, with the defaults of transformers for missing keys.
+def rotated_elements(config: Mapping[str, Any], head_dim: int, default: float = 1.0) -> int:
+    """Return how many first elements of each head of ``head_dim`` elements are rotated.
+
+    ``default`` is the value of ``partial_rotary_factor`` if it is absent. Raises ``InvalidRequest`` if the number is
+    odd, or 0.
+    """
+    given = rope_parameters(config), JsonObject("config.json", config)
+    partials = (each.number_or_none("partial_rotary_factor", most=1.0) for each in given)
+    partial = next((partial for partial in partials if partial is not None), default)
+    rotated = int(head_dim * partial)
+    if rotated % 2 or not rotated:
+        raise InvalidRequest(
+            f"config.json: head_dim={head_dim} with partial_rotary_factor={partial:g} gives {rotated} elements, which"
+            " cannot be rotated in pairs; expected an even number",
+            field="model",
+        )
+    return rotated
+
+
+def read_rope(config: Mapping[str, Any], rotated: int) -> RopeSettings:
+    """Return the settings of the rotation of ``rotated`` elements, with the defaults of transformers for missing keys.
 
     Raises ``InvalidRequest`` for a kind that is not supported or lacks a setting.
     """
@@ -48,12 +67,6 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeSettings:
             f" {KINDS[-1]} are",
             field="model",
         )
-    partials = (each.number_or_none("partial_rotary_factor", most=1.0) for each in (settings, whole))
-    partial = next((partial for partial in partials if partial is not None), 1.0)
-    if partial != 1.0:
-        raise InvalidRequest(f"config.json: partial_rotary_factor={partial} is not supported; only 1 is", field="model")
-    if head_dim % 2:
-        raise InvalidRequest(f"config.json: head_dim={head_dim} is odd, so it cannot be rotated", field="model")
     for name in _NEEDED.get(kind, ()):
         if settings.values.get(name) is None and not (kind == "yarn" and name in settings.values):
             raise InvalidRequest(f"config.json: rope type {kind!r} needs {name}, which is missing", field="model")
@@ -67,7 +80,7 @@ def read_rope(config: Mapping[str, Any], head_dim: int) -> RopeSettings:
         case "yarn":
             return _yarn(theta, settings, config)
         case "longrope":
-            return _longrope(theta, settings, config, head_dim)
+            return _longrope(theta, settings, config, rotated)
     return RopeSettings("default", theta)
 
 
@@ -127,7 +140,7 @@ def _mscale(factor: float, scale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _longrope(theta: float, settings: JsonObject, config: Mapping[str, Any], head_dim: int) -> RopeSettings:
+def _longrope(theta: float, settings: JsonObject, config: Mapping[str, Any], rotated: int) -> RopeSettings:
     original, factor = settings.values["original_max_position_embeddings"], rope_factor(settings)
     if factor is None:
         factor = (
@@ -138,19 +151,20 @@ def _longrope(theta: float, settings: JsonObject, config: Mapping[str, Any], hea
         raise settings.wrong("original_max_position_embeddings", "more than 1 token")
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
-    short, long = (_factors(settings, name, head_dim) for name in ("short_factor", "long_factor"))
+    short, long = (_factors(settings, name, rotated) for name in ("short_factor", "long_factor"))
     return RopeSettings("longrope", theta, factor, original, attention_factor, short_factor=short, long_factor=long)
 
 
-def _factors(settings: JsonObject, name: str, head_dim: int) -> tuple[float, ...]:
-    """Return the factor of each frequency, [head_dim / 2], or () if the setting is null."""
+def _factors(settings: JsonObject, name: str, rotated: int) -> tuple[float, ...]:
+    """Return the factor of each frequency, [rotated / 2], or () if the setting is null."""
     given = settings.values[name]
-    if isinstance(given, list) and len(given) != head_dim // 2:
+    if isinstance(given, list) and len(given) != rotated // 2:
         raise InvalidRequest(
-            f"config.json: {name} has {len(given)} entries; expected {head_dim // 2}, half of head_dim={head_dim}",
+            f"config.json: {name} has {len(given)} entries; expected {rotated // 2}, one for each pair of the {rotated}"
+            " rotated elements of a head",
             field="model",
         )
-    return settings.numbers(name, head_dim // 2, least=1e-6, most=_MOST) or ()
+    return settings.numbers(name, rotated // 2, least=1e-6, most=_MOST) or ()
 
 
 # Settings without a default. The factor of yarn may be null; it then follows from the two context lengths.

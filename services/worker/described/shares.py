@@ -3,12 +3,15 @@
 The split is that of Megatron-LM (Shoeybi et al. 2019). The qkv, gate and up projections are split by outputs, and the
 output and down projections by inputs, so attention and MLP each need one sum over the ranks. Embedding and head are
 split by the vocabulary.
+
+Experts are split like an MLP, each by its columns. With expert parallelism, a rank has whole experts instead.
 """
 
 from dataclasses import dataclass, replace
 
 from services.common.errors import InvalidRequest
 from services.worker.described.config import ModelConfig
+from services.worker.described.layer import ExpertsConfig, LayerConfig
 from services.worker.described.ranks import Ranks
 
 # The vocabulary rows of a rank are a multiple of this number, as matrix products in fp8 require.
@@ -66,7 +69,7 @@ def local_config(config: ModelConfig, ranks: Ranks, layers: range) -> ModelConfi
     rows, padding = vocabulary_of(config, ranks)
     return replace(
         config,
-        layers=config.layers[layers.start : layers.stop],
+        layers=tuple(_local_layer(layer, ranks) for layer in config.layers[layers.start : layers.stop]),
         heads=config.heads // ranks.tp_size,
         kv_heads=kv_heads_of(config, ranks).size,
         intermediate_size=config.intermediate_size // ranks.tp_size,
@@ -74,28 +77,61 @@ def local_config(config: ModelConfig, ranks: Ranks, layers: range) -> ModelConfi
     )
 
 
-def refuse_unshareable(config: ModelConfig, tp_size: int) -> None:
-    """Raise ``InvalidRequest`` if the model cannot be split equally among ``tp_size`` ranks."""
-    for name, size in (("num_attention_heads", config.heads), ("intermediate_size", config.intermediate_size)):
+def _local_layer(layer: LayerConfig, ranks: Ranks) -> LayerConfig:
+    """Return ``layer`` with a rank's share of its experts."""
+    experts = layer.mlp
+    if not isinstance(experts, ExpertsConfig) or ranks.tp_size == 1:
+        return layer
+    shared = experts.shared_width // ranks.tp_size
+    if ranks.whole_experts:
+        share = evenly(experts.count, ranks)
+        held = range(share.start, share.start + share.size)
+        return replace(layer, mlp=replace(experts, shared_width=shared, held=held))
+    return replace(layer, mlp=replace(experts, shared_width=shared, width=experts.width // ranks.tp_size))
+
+
+def refuse_unshareable(config: ModelConfig, tp_size: int, *, expert_parallel: bool = False) -> None:
+    """Raise ``InvalidRequest`` if the model cannot be split equally among ``tp_size`` ranks.
+
+    With ``expert_parallel``, ranks have whole experts.
+    """
+    sizes = _shared_sizes(config, expert_parallel)
+    for name, size in sizes.items():
         if size % tp_size:
             raise InvalidRequest(
                 f"flag tp_size={tp_size}: the model's {name} is {size}, which {tp_size} ranks cannot share equally;"
-                f" {_instead(config)}",
+                f" {_instead(config, sizes)}",
                 field="tp_size",
             )
     if config.kv_heads % tp_size and tp_size % config.kv_heads:
         raise InvalidRequest(
             f"flag tp_size={tp_size}: the model's num_key_value_heads is {config.kv_heads}, neither a multiple of"
-            f" {tp_size} nor a divisor of it; {_instead(config)}",
+            f" {tp_size} nor a divisor of it; {_instead(config, sizes)}",
             field="tp_size",
         )
 
 
-def _instead(config: ModelConfig) -> str:
+def _shared_sizes(config: ModelConfig, expert_parallel: bool) -> dict[str, int]:
+    """Return the sizes that the ranks share equally, by their names in ``config.json``."""
+    sizes = {"num_attention_heads": config.heads}
+    if any(layer.attention.qk_norm == "whole" for layer in config.layers):
+        sizes["num_key_value_heads"] = config.kv_heads  # a norm over all heads counts each of them once
+    if config.has_dense_layers:
+        sizes["intermediate_size"] = config.intermediate_size
+    for experts in config.experts:
+        if expert_parallel:
+            sizes["number of experts"] = experts.count
+        else:
+            sizes["moe_intermediate_size"] = experts.width
+        if experts.shared_width:
+            sizes["width of the shared expert"] = experts.shared_width
+    return sizes
+
+
+def _instead(config: ModelConfig, shared: dict[str, int]) -> str:
     sizes = [
         size
         for size in range(1, config.heads + 1)
-        if not (config.heads % size or config.intermediate_size % size)
-        and not (config.kv_heads % size and size % config.kv_heads)
+        if not any(each % size for each in shared.values()) and not (config.kv_heads % size and size % config.kv_heads)
     ]
     return f"use {', '.join(map(str, sizes[:-1]))} or {sizes[-1]}" if len(sizes) > 1 else "use 1"
