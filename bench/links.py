@@ -101,9 +101,9 @@ def _exchanges(group, tokens: int) -> Iterable[tuple[str, object]]:
 
     place = group.ranks.tp_rank, group.ranks.tp_size
     yield "alone", ALONE
-    yield "all_reduce", AllReduce()
+    yield "all_reduce", AllReduce(group.ranks.tp_size)
     if group.shares_memory:
-        yield "peer_sum", PeerSum()
+        yield "peer_sum", PeerSum(group.ranks.tp_size)
     if tokens % group.ranks.tp_size == 0:
         yield "sharded", SequenceSharded(*place)
         if group.shares_memory:

@@ -93,7 +93,7 @@ def main() -> None:
 def load(card: model_files.ModelCard, dtype: torch.dtype, quantization: str, device: torch.device) -> DecoderModel:
     config = read_model_config(read_json(card.directory / "config.json"))
     model = DecoderModel(config, dtype, device, TorchKernels(), make_linear(config, dtype, device, quantization))
-    weights.load(card.directory, model.targets(), tied_embeddings=config.tied_embeddings)
+    weights.load(card.directory, model.targets(), config)
     return model
 
 

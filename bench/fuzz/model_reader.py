@@ -67,7 +67,7 @@ def worker(directory: str) -> None:
     refuse_too_large_weights(directory, needed, _DEVICE_MEMORY)
     device = torch.device("cpu")
     model = DecoderModel(described, torch.float32, device, make_kernels(device, torch.float32))
-    weights.load(Path(directory), model.targets(), tied_embeddings=described.tied_embeddings)
+    weights.load(Path(directory), model.targets(), described)
 
 
 STAGES: tuple[Callable[[str], None], ...] = (card, text, worker)

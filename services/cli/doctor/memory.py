@@ -52,7 +52,7 @@ def _ranks(machine: Machine, shape: ModelShape) -> Iterator[tuple[Ranks, range]]
     config = machine.config
     for stage, layers in enumerate(shape.stages):
         for rank in range(config.tp_size):
-            yield Ranks(rank, config.tp_size, stage, config.pp_size), layers
+            yield Ranks(rank, config.tp_size, stage, config.pp_size, config.expert_parallel), layers
 
 
 def _device(machine: Machine) -> Device:

@@ -12,7 +12,7 @@ from services.common.errors import InvalidRequest
 from services.common.model.checkpoint_files import BrokenFile, CheckpointShard, read_shards
 from services.common.model.files import TEXT_FILES, WEIGHT_FILES, read_card, resolve
 from services.common.model.json_object import read_json
-from services.worker.described.checkpoint import DERIVED, checkpoint_shapes
+from services.worker.described.checkpoint import checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
 from services.worker.described.ranks import Ranks
 from services.worker.described.refusals import (
@@ -64,7 +64,7 @@ def check_config(config: DeploymentConfig, directory: Path) -> tuple[ModelShape 
     """Check ``config.json``, and the flags that depend on it."""
     try:
         described = read_model_config(read_json(directory / "config.json", required=True))
-        refuse_unshareable(described, config.tp_size)
+        refuse_unshareable(described, config.tp_size, expert_parallel=config.expert_parallel)
         stages = layers_of(described, config.pp_size, config.pp_layers)
         card = read_card(str(directory))
     except InvalidRequest as error:
@@ -88,7 +88,11 @@ def check_device(machine: Machine, shape: ModelShape) -> Iterator[Finding]:
     config = machine.config
     try:
         if config.quantization == "fp8":
-            local = local_config(shape.described, Ranks(0, config.tp_size), range(len(shape.described.layers)))
+            local = local_config(
+                shape.described,
+                Ranks(0, config.tp_size, whole_experts=config.expert_parallel),
+                range(len(shape.described.layers)),
+            )
             refuse_unquantizable_sizes(local, config.tp_size)
         if machine.on_cuda:
             refuse_unsupported_cuda_sizes(config.page_size, shape.described.head_dim)
@@ -167,9 +171,8 @@ def check_weights(config: DeploymentConfig, directory: Path, described: ModelCon
 
 def _compare(stored: Mapping[str, tuple[int, ...]], described: ModelConfig) -> Iterator[Finding]:
     expected = checkpoint_shapes(described)
-    allowed = {"lm_head.weight"} if described.tied_embeddings else set()
     absent = sorted(expected.keys() - stored.keys())
-    unexpected = sorted(name for name in stored.keys() - expected.keys() - allowed if not name.endswith(DERIVED))
+    unexpected = sorted(name for name in stored.keys() - expected.keys() if not is_ignored(name, described))
     other = sorted(name for name in expected.keys() & stored.keys() if expected[name] != stored[name])
     if absent:
         text = f"{len(absent)} tensors that config.json asks for are missing, e.g. {absent[0]}"

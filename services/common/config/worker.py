@@ -71,6 +71,9 @@ class WorkerFlags(Config):
     torch_num_threads: Int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's choice")
     dp_size: Int = Field(1, ge=1, le=64, description="data-parallel replicas: a scheduler and its workers each")
     tp_size: Int = Field(1, ge=1, le=64, description="tensor-parallel ranks of a replica")
+    expert_parallel: Annotated[Bool, Needs("tp_size", least=2)] = Field(
+        False, description="tensor-parallel ranks have whole experts of a mixture, instead of a part of each"
+    )
     pp_size: PipelineSize = 1
     pp_layers: Ints = Field((), description="layers of each pipeline stage, such as 10,11,11; default: equal times")
     async_tp_threshold: Annotated[Int | None, Needs("tp_size", least=2), CudaOnly()] = Field(

@@ -33,6 +33,7 @@ from services.worker.boot.progress import BootProgress
 from services.worker.boot.rehearsal import PLAIN, decodes, every_feature, mixed
 from services.worker.described.choices import NAMES, Device, FlagChoice, agree, choose
 from services.worker.described.config import ModelConfig
+from services.worker.described.heads import laid_out
 from services.worker.described.memory import rotation_bytes, weight_bytes
 from services.worker.described.ranks import ALONE, Ranks
 from services.worker.described.refusals import refuse_cuda_only_flags, refuse_too_large_weights
@@ -58,7 +59,7 @@ from services.worker.sampling.grammars import SlotGrammars, load_grammars
 _MAX_MICRO_BATCHES = 128
 # Flags that must be equal on all workers of a replica, since they run the same plans.
 _SHARED_FLAGS = (
-    *("model", "tp_size", "pp_size", "pp_layers", "dp_rank", "dtype", "load_format", "quantization"),
+    *("model", "tp_size", "pp_size", "pp_layers", "dp_rank", "dtype", "load_format", "quantization", "expert_parallel"),
     *("kv_cache_dtype", "page_size", "max_context_tokens", "piecewise_cudagraph_max_tokens", "async_tp_threshold"),
     *NAMES,
 )
@@ -106,17 +107,18 @@ def boot(
     if device.type == "cpu":
         refuse_cuda_only_flags(config)
     dtype = _dtype(config, device)
-    ranks = Ranks(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
+    ranks = Ranks(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size, config.expert_parallel)
     card, described = read_model(config)
+    described = laid_out(described, device.type)
     if device.type == "cuda":
         from services.worker.boot.cuda import make_runner  # loads Triton
 
         # FlashInfer takes 2 s to load, while this thread waits for the driver and for weights.
         arguments = described.head_dim, cache_dtype(config, dtype)
         threading.Thread(target=flashinfer_spans.available, args=arguments, name="load FlashInfer", daemon=True).start()
-    rope = described.rope
-    log.info("rope", kind=rope.kind, scaling=describe_scaling(rope, described.max_context_tokens))
-    refuse_unshareable(described, ranks.tp_size)
+    for rope in described.ropes:
+        log.info("rope", kind=rope.kind, scaling=describe_scaling(rope, described.max_context_tokens))
+    refuse_unshareable(described, ranks.tp_size, expert_parallel=ranks.whole_experts)
     layers = layers_of(described, ranks.pp_size, config.pp_layers)[ranks.pp_rank]
     if config.load_format != "dummy":
         weights.check(card.directory, described)
@@ -149,10 +151,7 @@ def boot(
             if config.load_format == "dummy":
                 weights.load_dummy(model, seed=0)
             else:
-                tied = described.tied_embeddings
-                weights.load(
-                    card.directory, model.targets(), tied_embeddings=tied, ignored=model.names_of_other_ranks()
-                )
+                weights.load(card.directory, model.targets(), described)
         log.info("weights loaded", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
         parts = RunnerParts(chosen, model, group, _load_grammars(config, card, group))
         if chosen.torch_compile:
@@ -274,9 +273,7 @@ def _make_cpu_runner(parts: RunnerParts, threads: ShardThreads) -> StepRunner:
     config, model, group, grammars = parts
     page_count = cast(int, config.page_count)  # ``choose`` replaces ``auto`` on CPUs
     cache = make_cache(config, model, page_count)
-    attention = make_attention(
-        cache, model.local.heads, [layer.attention for layer in model.local.layers], compiled=config.torch_compile
-    )
+    attention = make_attention(cache, model.local.heads, model.attention_layers(), compiled=config.torch_compile)
     fused = FusedDecoder(model, cache) if supports(model) else None
     micro_batches = _MAX_MICRO_BATCHES if model.ranks.pp_size > 1 else 1
     more = {"max_micro_batches": micro_batches, "grammars": grammars is not None}

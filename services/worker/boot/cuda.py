@@ -18,7 +18,7 @@ from services.worker.attention.kv_cache import KvCache
 from services.worker.boot import rehearsal
 from services.worker.boot.common import RunnerParts, cache_dtype, make_cache, make_limits
 from services.worker.boot.progress import BootProgress
-from services.worker.described.layer import undeclared
+from services.worker.described.layer import has_mlp_bias, undeclared
 from services.worker.described.memory import graph_bytes, margin, page_bytes, table_bytes
 from services.worker.described.ranks import ALONE
 from services.worker.described.refusals import refuse_fp8_cache, refuse_unsupported_cuda_sizes
@@ -95,7 +95,7 @@ def _exchanges(parts: RunnerParts) -> Exchanges:
         (not group.shares_memory, "the GPUs of these ranks cannot read each other's memory"),
         (model.quantizes, "products in fp8 do not overlap"),
         (
-            any(layer.attention.output_bias or layer.mlp.mlp_bias for layer in model.config.layers),
+            any(layer.attention.output_bias or has_mlp_bias(layer) for layer in model.config.layers),
             "this model adds biases to its output projections",
         ),
     ):
@@ -201,9 +201,9 @@ def assemble(parts: RunnerParts, cache: KvCache, exchanges: Exchanges) -> CudaRu
     attention = CudaAttention(
         cache,
         model.local.heads,
-        model.rotary,
+        model.rotaries,
         dtype=model.dtype,
-        windows=model.windows,
+        layers=model.attention_layers(),
         compiled=config.torch_compile,
     )
     device = cache.all_keys.device

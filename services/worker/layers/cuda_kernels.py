@@ -2,6 +2,7 @@
 
 import torch
 
+from services.worker.described.layer import Activation
 from services.worker.layers import triton_rows  # noqa: F401 (registers the operators)
 from services.worker.layers.fp8 import Quantized
 from services.worker.layers.kernels import TorchKernels
@@ -19,12 +20,12 @@ class CudaKernels(TorchKernels):
         normed: torch.Tensor = torch.ops.tokasaurus.norm(x, contiguous, weight, eps)
         return normed
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gated: torch.Tensor = torch.ops.tokasaurus.gate(gate_up)
+    def gate(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+        gated: torch.Tensor = torch.ops.tokasaurus.gate(gate_up, activation)
         return gated
 
-    def gate_quantized(self, gate_up: torch.Tensor) -> Quantized:
-        return Quantized(*torch.ops.tokasaurus.gate_quantized(gate_up))
+    def gate_quantized(self, gate_up: torch.Tensor, activation: Activation = "silu") -> Quantized:
+        return Quantized(*torch.ops.tokasaurus.gate_quantized(gate_up, activation))
 
     def norm_quantized(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float

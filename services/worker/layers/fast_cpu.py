@@ -8,6 +8,8 @@ import numba
 import numpy as np
 import torch
 
+from services.worker.described.layer import Activation
+from services.worker.layers.activations import gated
 from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.kernels import LayerKernels
 
@@ -112,7 +114,9 @@ class FastCpuKernels(LayerKernels):
         self._norm(rows.numpy(), weight.numpy(), eps, output)
         return torch.from_numpy(output).view(x.shape)
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+        if activation != "silu":
+            return gated(gate_up, activation)
         output = np.empty((gate_up.shape[0], gate_up.shape[1] // 2), np.float32)
         self._gate(gate_up.numpy(), output)
         return torch.from_numpy(output)

@@ -5,6 +5,10 @@ from abc import ABC, abstractmethod
 import torch
 import torch.nn.functional as F
 
+from services.worker.described.layer import Activation, RouterConfig
+from services.worker.layers import experts
+from services.worker.layers.activations import gated
+from services.worker.layers.experts import ExpertWeights, Routes
 from services.worker.layers.fp8 import Quantized, quantize_rows
 
 
@@ -21,16 +25,16 @@ class LayerKernels(ABC):
         """
 
     @abstractmethod
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Return ``silu(gate) * up``, ``[tokens, size]``, for ``gate_up [tokens, 2 * size]``."""
+    def gate(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+        """Return ``activation(gate) * up``, ``[tokens, size]``, for ``gate_up [tokens, 2 * size]``."""
 
     @abstractmethod
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotate ``x [tokens, heads, head_dim]`` by ``cos`` and ``sin [tokens, 1, head_dim]`` from ``Rotary``."""
 
-    def gate_quantized(self, gate_up: torch.Tensor) -> Quantized:
-        """Return ``gate(gate_up)``, quantized."""
-        return self.quantize(self.gate(gate_up))
+    def gate_quantized(self, gate_up: torch.Tensor, activation: Activation = "silu") -> Quantized:
+        """Return ``gate(gate_up, activation)``, quantized."""
+        return self.quantize(self.gate(gate_up, activation))
 
     def norm_quantized(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -41,6 +45,14 @@ class LayerKernels(ABC):
     def quantize(self, x: torch.Tensor) -> Quantized:
         """Quantize ``x [tokens, size]`` for an fp8 product."""
         return quantize_rows(x)
+
+    def route(self, logits: torch.Tensor, router: RouterConfig, chosen: int, correction: torch.Tensor | None) -> Routes:
+        """Return the experts of each token; see ``layers.experts.route``."""
+        return experts.route(logits, router, chosen, correction)
+
+    def mix(self, x: torch.Tensor, routes: Routes, weights: ExpertWeights, activation: Activation) -> torch.Tensor:
+        """Return the weighted sum of the results of each token's experts; see ``layers.experts.mix``."""
+        return experts.mix(x, routes, weights, activation)
 
 
 class TorchKernels(LayerKernels):
@@ -53,9 +65,8 @@ class TorchKernels(LayerKernels):
             x += delta
         return F.rms_norm(x, weight.shape, weight, eps)
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+    def gate(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+        return gated(gate_up, activation)
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         half = x.shape[-1] // 2

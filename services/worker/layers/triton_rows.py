@@ -7,18 +7,20 @@ import torch
 import triton
 import triton.language as tl
 
+from services.worker.described.layer import Activation
 from services.worker.layers.fp8 import FP8, LARGEST, SMALLEST
 from services.worker.layers.operators import operator
+from services.worker.layers.triton_activations import gated
 
 _COLUMNS = 2048  # columns per program of a kernel that does not need whole rows
 _WARPS = 8
 
 
 @triton.jit
-def _gated(source, columns, size, inside):
+def _gated(source, columns, size, inside, ACTIVATION: tl.constexpr):
     gate = tl.load(source + columns, inside, other=0.0).to(tl.float32)
     up = tl.load(source + size + columns, inside, other=0.0).to(tl.float32)
-    return gate / (1.0 + tl.exp(-gate)) * up
+    return gated(gate, up, ACTIVATION)
 
 
 @triton.jit
@@ -33,23 +35,23 @@ def _write_quantized(values, row, columns, inside, output, scales, SIZE: tl.cons
 
 
 @triton.jit
-def _gate(gate_up, output, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Write ``silu(gate) * up``. Grid: ``(rows, blocks of columns)``."""
+def _gate(gate_up, output, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Write ``gated(gate, up)``. Grid: ``(rows, blocks of columns)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
-    values = _gated(gate_up + row * 2 * SIZE, columns, SIZE, inside)
+    values = _gated(gate_up + row * 2 * SIZE, columns, SIZE, inside, ACTIVATION)
     tl.store(output + row * SIZE + columns, values.to(output.dtype.element_ty), inside)
 
 
 @triton.jit
-def _gate_quantized(gate_up, output, scales, SIZE: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
-                    LEAST: tl.constexpr):  # fmt: skip
-    """Write ``silu(gate) * up``, quantized. Grid: ``(rows,)``."""
+def _gate_quantized(gate_up, output, scales, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+                    MOST: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
+    """Write ``gated(gate, up)``, quantized. Grid: ``(rows,)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
-    values = _gated(gate_up + row * 2 * SIZE, columns, SIZE, inside)
+    values = _gated(gate_up + row * 2 * SIZE, columns, SIZE, inside, ACTIVATION)
     _write_quantized(values, row, columns, inside, output, scales, SIZE, MOST, LEAST)
 
 
@@ -96,29 +98,33 @@ def _empty_quantized(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Te
 
 
 @operator(
-    "gate(Tensor gate_up) -> Tensor", lambda gate_up: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2), "CUDA"
+    "gate(Tensor gate_up, str activation) -> Tensor",
+    lambda gate_up, activation: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2),
+    "CUDA",
 )
-def gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return ``silu(gate) * up``, ``[rows, size]``, for contiguous ``gate_up [rows, 2 * size]``."""
+def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Return ``activation(gate) * up``, ``[rows, size]``, for contiguous ``gate_up [rows, 2 * size]``."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty((rows, size))
     block = min(_COLUMNS, triton.next_power_of_2(size))
-    _gate[(rows, triton.cdiv(size, block))](gate_up, output, SIZE=size, BLOCK=block, num_warps=_WARPS)
+    _gate[(rows, triton.cdiv(size, block))](
+        gate_up, output, SIZE=size, BLOCK=block, ACTIVATION=activation, num_warps=_WARPS
+    )  # fmt: skip
     return output
 
 
 @operator(
-    "gate_quantized(Tensor gate_up) -> (Tensor, Tensor)",
-    lambda gate_up: _empty_quantized(gate_up, gate_up.shape[1] // 2),
+    "gate_quantized(Tensor gate_up, str activation) -> (Tensor, Tensor)",
+    lambda gate_up, activation: _empty_quantized(gate_up, gate_up.shape[1] // 2),
     "CUDA",
 )
-def gate_quantized(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``quantize_rows(gate(gate_up))``, without rounding in between."""
+def gate_quantized(gate_up: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``quantize_rows(gate(gate_up, activation))``, without rounding in between."""
     size = gate_up.shape[1] // 2
     output, scales = _empty_quantized(gate_up, size)
     _gate_quantized[(gate_up.shape[0],)](
-        gate_up, output, scales, SIZE=size, BLOCK=triton.next_power_of_2(size), MOST=LARGEST, LEAST=SMALLEST,
-        num_warps=_WARPS,
+        gate_up, output, scales, SIZE=size, BLOCK=triton.next_power_of_2(size), ACTIVATION=activation,
+        MOST=LARGEST, LEAST=SMALLEST, num_warps=_WARPS,
     )  # fmt: skip
     return output, scales
 

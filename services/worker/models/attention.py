@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from services.worker.attention.base import AttentionStep, HeadNorms, RotatingAttentionStep
+from services.worker.attention.base import AttentionStep, HeadNorms, LayerAttention, RotatingAttentionStep
 from services.worker.described.config import ModelConfig
 from services.worker.described.layer import AttentionConfig
 from services.worker.layers.fp8 import Quantized
@@ -34,21 +34,31 @@ class Attention(nn.Module):
         If ``adds_bias`` is false, ``output`` has no bias, because another rank adds it.
         """
         super().__init__()
-        self.kernels, self.eps = kernels, config.norm_eps
+        self.kernels, self.features = kernels, features
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         widths = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
         self.qkv = linear(config.hidden_size, widths, features.qkv_bias)
         self.output = linear(widths[0], config.hidden_size, features.output_bias and adds_bias)
-        self.q_norm = self.k_norm = None
-        if features.qk_norm == "per_head":
-            self.q_norm = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
-            self.k_norm = nn.Parameter(torch.empty(self.head_dim), requires_grad=False)
+        # A norm over padded heads divides by too many elements. Its weights are scaled accordingly while loading.
+        self.eps = config.norm_eps * config.stored_head_dim / config.head_dim
+        self.q_norm = self.k_norm = self.sinks = None
+        self._whole_norms: tuple[torch.Tensor, ...] = ()
+        if features.qk_norm != "none":
+            sizes = (self.head_dim, self.head_dim) if features.qk_norm == "per_head" else widths[:2]
+            self.q_norm, self.k_norm = (nn.Parameter(torch.empty(size), requires_grad=False) for size in sizes)
+            self._whole_norms = self.q_norm, self.k_norm
+        if features.sinks:
+            self.sinks = nn.Parameter(torch.empty(self.heads, dtype=torch.float32), requires_grad=False)
+        scale = config.stored_head_dim**-0.5 if features.scale is None else features.scale
+        self.rules = LayerAttention(scale, features.window, features.soft_cap, self.sinks, features.rope)
 
     @property
     def norms(self) -> HeadNorms | None:
-        """The norms of queries and keys, or None if they are not normalised."""
+        """The norms of each head of queries and keys, or None if heads are not normalised one by one."""
         queries, keys = self.q_norm, self.k_norm
-        return None if queries is None or keys is None else HeadNorms(queries, keys, self.eps)
+        if queries is None or keys is None or self.features.qk_norm != "per_head":
+            return None
+        return HeadNorms(queries, keys, self.eps)
 
     def forward(
         self,
@@ -63,9 +73,11 @@ class Attention(nn.Module):
         """Return the attended values ``[tokens, heads * head_dim]`` of layer ``index``, the input of ``output``.
 
         ``x [rows, hidden_size]`` holds this rank's rows. ``cos`` and ``sin [tokens, 1, head_dim]`` are None if
-        ``attention`` rotates queries and keys itself.
+        ``attention`` rotates queries and keys itself, or the layer does not rotate them.
         """
         projected = exchange.column(x, self.qkv, tokens)
+        if self.features.qk_norm == "whole":
+            self._norm_whole(projected, exchange)
         if attention.rotates:
             return attention.run_qkv(index, projected, self.norms)
         kernels, norms = self.kernels, self.norms
@@ -75,14 +87,27 @@ class Attention(nn.Module):
             queries, keys = rotated.split((self.heads, self.kv_heads), dim=1)
             normed = kernels.norm(queries, norms.queries, norms.eps), kernels.norm(keys, norms.keys, norms.eps)
             rotated = torch.cat(normed, dim=1)
-        rotated = kernels.rotate(rotated, cos, sin)  # type: ignore[arg-type]  # not None here
+        if cos is not None and sin is not None:
+            rotated = kernels.rotate(rotated, cos, sin)
         queries, keys = rotated.split((self.heads, self.kv_heads), dim=1)
         return attention.run(index, queries, keys, values)
 
+    def _norm_whole(self, projected: torch.Tensor, exchange: Exchange) -> None:
+        """Normalise all heads of q together, and all of k, in place in ``projected``. Heads may be on several ranks."""
+        widths = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        parts = projected[:, : sum(widths)].split(widths, dim=1)
+        squares = torch.stack([part.float().square().sum(dim=-1) for part in parts], dim=1)
+        squares, ranks = exchange.total(squares), exchange.size
+        for part, sums, weight in zip(parts, squares.unbind(dim=1), self._whole_norms, strict=True):
+            factors = torch.rsqrt(sums / (part.shape[1] * ranks) + self.eps).unsqueeze(1)
+            part.copy_(part.float() * factors * weight)
+
     def targets(self, prefix: str) -> dict[str, Any]:
-        """Return the load targets of the weights, by checkpoint name."""
+        """Return the load targets of the weights, by the model's names."""
         targets: dict[str, Any] = {**self.qkv.targets(f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")}
         targets |= self.output.targets(f"{prefix}.o_proj")
         if self.q_norm is not None:
             targets |= {f"{prefix}.q_norm.weight": self.q_norm, f"{prefix}.k_norm.weight": self.k_norm}
+        if self.sinks is not None:
+            targets[f"{prefix}.sinks"] = self.sinks
         return targets

@@ -7,31 +7,44 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from services.worker.attention.base import AttentionStep, RotatingAttentionStep
-from services.worker.described.checkpoint import checkpoint_shapes
+from services.worker.attention.base import AttentionStep, LayerAttention, RotatingAttentionStep
+from services.worker.described.checkpoint import norm_names
 from services.worker.described.config import ModelConfig, Windows
-from services.worker.described.layer import AnyValue, LayerConfig, SupportedValues, undeclared
+from services.worker.described.layer import AnyValue, ExpertsConfig, LayerConfig, SupportedValues, undeclared
+from services.worker.described.load_targets import load_targets
 from services.worker.described.ranks import ALONE as ONE_RANK
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
-from services.worker.described.slices import slice_targets
 from services.worker.layers.fp8 import Quantized
 from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import AnyLinear, Linear, LinearMaker
 from services.worker.layers.rotary import Rotary
 from services.worker.models.attention import Attention
+from services.worker.models.experts import Experts
 from services.worker.models.mlp import Mlp
 from services.worker.models.vocabulary import VocabularyLayers
 from services.worker.parallel.exchange import ALONE, Exchange
 
 # The layers that ``DecoderLayer`` computes with the plain operators. Every feature must be declared here.
 SUPPORTED: SupportedValues = {
-    "qk_norm": ("none", "per_head"),
+    "norm_placement": ("before", "after", "both"),
+    "qk_norm": ("none", "per_head", "whole"),
+    "rope": AnyValue(),
     "window": AnyValue(),
+    "scale": AnyValue(),
+    "soft_cap": AnyValue(),
+    "sinks": (False, True),
     "qkv_bias": (False, True),
     "output_bias": (False, True),
+    "kind": ("gated", "plain"),
+    "activation": ("silu", "gelu_tanh", "relu_squared", "clamped_swiglu"),
     "mlp_bias": (False, True),
+    "mlp": AnyValue(),  # a mixture of experts
 }
+
+
+# The last product of a part. The second argument, if it is given, is a tensor to add to in place.
+Product = Callable[..., torch.Tensor]
 
 
 @contextlib.contextmanager
@@ -50,13 +63,13 @@ def _norm_weight(config: ModelConfig) -> nn.Parameter:
 
 
 class DecoderLayer(nn.Module):
-    """The plain implementation of a layer: attention and MLP, each with a norm before it.
+    """The plain implementation of a layer: attention and MLP, with norms before them, after them, or both.
 
     It works on all devices, for any number of tokens and ranks, and with torch.compile. Other implementations must give
     the same results, and are used only for layers whose features they declare.
 
-    With ``adds_in_product``, the last product of each part adds to the residual stream. Otherwise the following norm
-    adds the part's output and normalises the sum in one operator.
+    With ``adds_in_product``, the last product of each part adds to the residual stream, if no norm follows. Otherwise
+    the following norm adds the part's output and normalises the sum in one operator.
     """
 
     def __init__(
@@ -77,11 +90,23 @@ class DecoderLayer(nn.Module):
         super().__init__()
         if missing := undeclared(layer, SUPPORTED):
             raise ValueError(f"{layer}: no implementation of {', '.join(missing)}; add it to models/decoder.py")
-        self.kernels, self.eps, self.adds_in_product = kernels, config.norm_eps, adds_in_product
-        self.attention_norm, self.mlp_norm = _norm_weight(config), _norm_weight(config)
+        self.kernels, self.eps, self.description = kernels, config.norm_eps, layer
+        before, after = layer.norm_placement != "after", layer.norm_placement != "before"
+        self.attention_norm = _norm_weight(config) if before else None
+        self.attention_output_norm = _norm_weight(config) if after else None
+        self.mlp_norm = _norm_weight(config) if before else None
+        self.mlp_output_norm = _norm_weight(config) if after else None
+        self.adds_in_product = adds_in_product and not after
         self.attention = Attention(config, layer.attention, kernels, linear, adds_bias=adds_bias)
-        self.mlp = Mlp(config, layer.mlp, kernels, linear, adds_bias=adds_bias)
         self.quantizes = self.attention.qkv.quantizes
+        self.mlp: Mlp | Experts
+        if isinstance(layer.mlp, ExpertsConfig):
+            self.mlp = Experts(
+                config.hidden_size, layer.mlp, kernels, linear, quantizes=self.quantizes, adds_bias=adds_bias
+            )
+        else:
+            width = config.intermediate_size
+            self.mlp = Mlp(config.hidden_size, width, layer.mlp, kernels, linear, adds_bias=adds_bias)
 
     def forward(
         self,
@@ -101,38 +126,57 @@ class DecoderLayer(nn.Module):
         same shape and is not yet added to ``x``; None means zero. ``keep [samples]`` selects the tokens that continue
         after the attention; None selects all.
         """
-        normed = self._normed(x, delta, self.attention_norm)
+        normed = self._input(x, delta, self.attention_norm, self.quantizes)
         attended = self.attention(index, normed, cos, sin, attention, exchange, tokens)
         if keep is not None:
             attended = attended.index_select(0, keep)
         if self.quantizes:
             attended = self.kernels.quantize(attended)
         if keep is None:
-            delta = self._add(self.attention.output, attended, x, exchange)
+            delta = self._output(self.attention.output, attended, x, exchange, self.attention_output_norm)
         else:
             x, delta = self._select(self.attention.output, attended, x, keep, exchange, tokens)
             exchange, tokens = exchange.kept, keep.shape[0]
-        gated = self.mlp(self._normed(x, delta, self.mlp_norm), exchange, tokens)
-        return x, self._add(self.mlp.down, gated, x, exchange)
+        normed = self._input(x, delta, self.mlp_norm, self.mlp.quantizes)
+        inner = self.mlp(normed, exchange, tokens)
+        return x, self._output(self.mlp.down, inner, x, exchange, self.mlp_output_norm)
 
-    def _normed(self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor | Quantized:
-        """Return ``x + delta`` normalised, and quantized if the layer is. ``delta`` is added to ``x`` in place."""
-        if self.quantizes:
+    def _input(
+        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor | None, quantizes: bool
+    ) -> torch.Tensor | Quantized:
+        """Return ``x + delta``, normalised if ``weight`` is given, and quantized if ``quantizes``.
+
+        ``delta`` is added to ``x`` in place.
+        """
+        if weight is None:
+            if delta is not None:
+                x += delta
+            return self.kernels.quantize(x) if quantizes else x
+        if quantizes:
             return self.kernels.norm_quantized(x, delta, weight, self.eps)
         return self.kernels.norm(x, weight, self.eps, delta)
 
-    def _add(
-        self, last: AnyLinear, values: torch.Tensor | Quantized, x: torch.Tensor, exchange: Exchange
+    def _output(
+        self,
+        last: Product,
+        values: torch.Tensor | Quantized,
+        x: torch.Tensor,
+        exchange: Exchange,
+        weight: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Add ``last(values)`` to ``x`` in place, or return it as the delta of ``x``."""
-        if not self.adds_in_product:
-            return exchange.row(values, last)
-        last(values, x)
-        return None
+        """Add ``last(values)`` to ``x`` in place, or return it as the delta of ``x``.
+
+        The delta is normalised if ``weight`` is given.
+        """
+        if self.adds_in_product:
+            last(values, x)
+            return None
+        delta = exchange.row(values, last)
+        return delta if weight is None else self.kernels.norm(delta, weight, self.eps)
 
     def _select(
         self,
-        last: AnyLinear,
+        last: Product,
         values: torch.Tensor | Quantized,
         x: torch.Tensor,
         keep: torch.Tensor,
@@ -140,16 +184,32 @@ class DecoderLayer(nn.Module):
         tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the rows ``keep`` of ``x``, and their delta from ``last(values)``. ``values`` has only these rows."""
-        if not self.adds_in_product:
+        weight = self.attention_output_norm
+        if weight is None and not self.adds_in_product:
             return exchange.select(x, keep, tokens, values, last)
-        x = x.index_select(0, keep)
-        return x, self._add(last, values, x, exchange)
+        x = exchange.selected(x, keep, tokens)
+        return x, self._output(last, values, x, exchange.kept, weight)
+
+    @property
+    def dense_mlp(self) -> Mlp:
+        """The MLP of a layer without experts. Raises ``TypeError`` for others."""
+        if not isinstance(self.mlp, Mlp):
+            raise TypeError("the layer has experts; look at its description first")
+        return self.mlp
+
+    @property
+    def input_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norms before attention and MLP. Raises ``TypeError`` for a layer without them."""
+        if self.attention_norm is None or self.mlp_norm is None:
+            raise TypeError("the layer has no norms before its parts; look at its description first")
+        return self.attention_norm, self.mlp_norm
 
     def targets(self, prefix: str) -> dict[str, Any]:
-        """Return the load targets of the weights, by checkpoint name."""
+        """Return the load targets of the weights, by the model's names."""
+        norms = (self.attention_norm, self.attention_output_norm, self.mlp_norm, self.mlp_output_norm)
+        weights = (weight for weight in norms if weight is not None)
         return {
-            f"{prefix}.input_layernorm.weight": self.attention_norm,
-            f"{prefix}.post_attention_layernorm.weight": self.mlp_norm,
+            **{f"{prefix}.{name}": weight for name, weight in zip(norm_names(self.description), weights, strict=True)},
             **self.attention.targets(f"{prefix}.self_attn"),
             **self.mlp.targets(f"{prefix}.mlp"),
         }
@@ -202,7 +262,10 @@ class DecoderModel(nn.Module):
                 config, ranks, linear, self.quantizes, has_embedding=self.first, has_head=self.last
             )
         self.vocabulary.clear_padding()
-        self.rotary = Rotary(config.rope, config.head_dim, config.max_context_tokens, dtype, device)
+        self.rotaries = [
+            Rotary(rope, config.rotated_dim, config.max_context_tokens, dtype, device, head_dim=config.head_dim)
+            for rope in config.ropes
+        ]
         # ``compile_model`` replaces this function. All layers run the same code.
         self.run_layer: RunLayer = DecoderLayer.forward
 
@@ -233,11 +296,13 @@ class DecoderModel(nn.Module):
         ignore ``keep`` and return this rank's rows of the residual stream, ``[rows, hidden_size]``.
         """
         x, delta = exchange.row(inputs, self.vocabulary.embed) if self.first else inputs, None
-        cos, sin = (None, None) if attention.rotates else self.rotary.at(positions)
+        unrotated = None, None
+        tables = [unrotated if attention.rotates else rotary.at(positions) for rotary in self.rotaries]
         last, tokens = len(self.layers) - 1, positions.shape[0]
         keep = keep if self.last else None
         for index, layer in enumerate(self.layers):
-            kept = keep if index == last else None
+            kept, rope = keep if index == last else None, layer.description.attention.rope
+            cos, sin = unrotated if rope is None else tables[rope]
             x, delta = self.run_layer(layer, index, x, delta, cos, sin, attention, kept, exchange, tokens)
         if not self.last:
             return x if delta is None else x.add_(delta)
@@ -255,13 +320,13 @@ class DecoderModel(nn.Module):
         """Return the logits ``[rows, vocab_size]`` float32 of ``hidden [rows, hidden_size]``."""
         return self.project(hidden).float()
 
+    def attention_layers(self) -> list[LayerAttention]:
+        """Return the rules by which the attention backend computes each layer of this stage."""
+        return [layer.attention.rules for layer in self.layers]
+
     def targets(self) -> dict[str, Any]:
         """Return the load targets of all checkpoint tensors that this rank needs, by name; see ``LoadTarget``."""
         targets: dict[str, Any] = {} if self.norm is None else {"model.norm.weight": self.norm}
         for index, layer in zip(self.layer_range, self.layers, strict=True):
             targets |= layer.targets(f"model.layers.{index}")
-        return slice_targets(targets | self.vocabulary.targets(), self.config, self.ranks)
-
-    def names_of_other_ranks(self) -> set[str]:
-        """Return the names of checkpoint tensors that only other ranks need."""
-        return checkpoint_shapes(self.config).keys() - self.targets().keys()
+        return load_targets(targets | self.vocabulary.targets(), self.config, self.ranks)

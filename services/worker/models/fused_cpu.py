@@ -5,6 +5,7 @@ operator acquires the interpreter lock again, so concurrent threads block one an
 once for all layers.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,11 @@ import numba
 import numpy as np
 import torch
 
-from services.worker.attention.base import AttentionBatch, layer_windows
+from services.worker.attention.base import AttentionBatch
 from services.worker.attention.kernels import kernels, score_rows
 from services.worker.attention.kv_cache import KvCache
 from services.worker.described.config import ModelConfig
-from services.worker.described.layer import AnyValue, LayerConfig, SupportedValues, undeclared
+from services.worker.described.layer import AnyValue, LayerConfig, MlpConfig, SupportedValues, undeclared
 from services.worker.layers import matmul_cpu
 from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.fast_cpu import FastCpuKernels, compiled
@@ -30,6 +31,7 @@ _NO_WINDOW = 1 << 62  # exceeds any context
 SUPPORTED: SupportedValues = {
     "qk_norm": ("none", "per_head"),
     "window": AnyValue(),
+    "scale": AnyValue(),
     "qkv_bias": (False, True),
     "output_bias": (False, True),
     "mlp_bias": (False, True),
@@ -54,23 +56,26 @@ class FusedDecoder:
                 " with all features in SUPPORTED; use the model itself"
             )
         config = model.config
-        self._model, self._embedding, self._norm = model, model.embedding, model.norm
-        self._forward = make_forward(config, _without_window(config.layers[0]), cache.page_size)
+        self._model, self._norm = model, model.norm
+        rules = model.attention_layers()
+        self._forward = make_forward(config, _without_window(config.layers[0]), rules[0].scale, cache.page_size)
         self._group = config.heads // config.kv_heads
         self._keys, self._values = cache.all_keys.numpy(), cache.all_values.numpy()
         layers = list(model.layers)
-        linears = [(each.attention.qkv, each.attention.output, each.mlp.gate_up, each.mlp.down) for each in layers]
+        linears = [
+            (each.attention.qkv, each.attention.output, each.dense_mlp.inner, each.dense_mlp.down) for each in layers
+        ]
         self._weights = np.array([[linear.weight.data_ptr() for linear in four] for four in linears], np.uint64)
-        self._windows = np.array([_NO_WINDOW if each is None else each for each in layer_windows(model.windows, cache)])
+        self._windows = np.array([_NO_WINDOW if each.window is None else each.window for each in rules])
         self._biases = [_rows([four[index].bias for four in linears]) for index in range(4)]
-        self._norms = np.stack([_rows([each.attention_norm, each.mlp_norm]) for each in layers])
+        self._norms = np.stack([_rows(each.input_norms) for each in layers])
         self._head_norms = np.stack([_rows([each.attention.q_norm, each.attention.k_norm]) for each in layers])
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Return the result of ``DecoderModel.forward`` for tokens that do not attend to one another."""
         model = self._model
-        x = torch.nn.functional.embedding(token_ids, self._embedding)
-        cos, sin = (table.squeeze(1).numpy() for table in model.rotary.at(positions))
+        x = model.vocabulary.embed(token_ids)
+        cos, sin = (table.squeeze(1).numpy() for table in model.rotaries[0].at(positions))
         longest = int(batch.positions.max()) + 1
         self._forward(
             x.numpy(),
@@ -107,17 +112,19 @@ def _without_window(layer: LayerConfig) -> LayerConfig:
     return replace(layer, attention=replace(layer.attention, window=None))
 
 
-def _rows(tensors: list[torch.Tensor | None]) -> np.ndarray:
+def _rows(tensors: Sequence[torch.Tensor | None]) -> np.ndarray:
     """Return the tensors stacked, ``[len(tensors), size]`` float32, with size 0 if they are None."""
     return np.stack([np.empty(0, np.float32) if tensor is None else tensor.numpy() for tensor in tensors])
 
 
-def make_forward(config: ModelConfig, layer: LayerConfig, page_size: int) -> Any:
+def make_forward(config: ModelConfig, layer: LayerConfig, attention_scale: float, page_size: int) -> Any:
+    """Compile the layers of ``config``, all of which are ``layer`` but for their windows."""
     heads, kv_heads, head_dim, width = config.heads, config.kv_heads, config.head_dim, config.intermediate_size
-    half, eps = head_dim // 2, np.float32(config.norm_eps)
+    half, eps, score_scale = head_dim // 2, np.float32(config.norm_eps), np.float32(attention_scale)
     store, attend = kernels(head_dim, heads // kv_heads, page_size)
     _, norm, gate, _ = compiled()
-    qk_norm, mlp_bias = layer.attention.qk_norm == "per_head", layer.mlp.mlp_bias
+    qk_norm = layer.attention.qk_norm == "per_head"
+    mlp_bias = isinstance(layer.mlp, MlpConfig) and layer.mlp.mlp_bias
     qkv_bias, output_bias = layer.attention.qkv_bias, layer.attention.output_bias
 
     def forward(
@@ -160,7 +167,10 @@ def make_forward(config: ModelConfig, layer: LayerConfig, page_size: int) -> Any
                         qkv[token, head, half + i] = high * cos[token, half + i] + low * sin[token, half + i]
             store(qkv[:, heads:rotated], qkv[:, rotated:], keys[layer], values[layer], slots, positions, table)
             firsts = np.maximum(lengths - windows[layer], 0)
-            attend(qkv[:, :heads], keys[layer], values[layer], order, slots, firsts, lengths, table, scores, attended)
+            attend(
+                qkv[:, :heads], keys[layer], values[layer], order, slots, firsts, lengths, table, score_scale,
+                scores, attended,
+            )  # fmt: skip
             matmul(attended, weights[layer, 1], x, np.float32(1))
             if output_bias:
                 x += output_biases[layer]

@@ -8,7 +8,6 @@ close to the unquantized model.
 """
 
 import torch
-import torch.nn.functional as F
 
 from services.worker.attention.base import RotatingAttentionStep
 from services.worker.described.layer import AnyValue, SupportedValues, undeclared
@@ -28,10 +27,14 @@ from services.worker.models.decoder import DecoderLayer, DecoderModel
 _MOST_ROWS_WIDE_FP8 = 8
 _WIDE_HIDDEN_SIZE = 4096
 
-# The layers that ``SkinnyDecoder`` computes. The attention backend applies norms of q and k, rotation and window.
+# The layers that ``SkinnyDecoder`` computes. The attention backend applies norms of heads, and all rules of scores.
 SUPPORTED: SupportedValues = {
     "qk_norm": ("none", "per_head"),
     "window": AnyValue(),
+    "scale": AnyValue(),
+    "soft_cap": AnyValue(),
+    "sinks": (False, True),
+    "rope": AnyValue(),
     "qkv_bias": (False, True),
     "output_bias": (False, True),
     "mlp_bias": (False, True),
@@ -65,7 +68,7 @@ class SkinnyDecoder:
     ) -> torch.Tensor:
         """Return the result of ``DecoderModel.forward`` for at most ``most_rows`` tokens."""
         model = self._model
-        x = F.embedding(token_ids, model.embedding)  # type: ignore[arg-type]  # the only rank has the embedding
+        x = model.vocabulary.embed(token_ids)
         last = len(model.layers) - 1
         first_input: torch.Tensor | NormInput = x
         for index, layer in enumerate(model.layers):
@@ -89,17 +92,18 @@ class SkinnyDecoder:
 
         ``x`` is updated in place if ``keep`` is None. ``first_input`` is the input of this layer's first product.
         """
-        weights, mlp, eps = layer.attention, layer.mlp, layer.eps
-        qkv = skinny_product(first_input, _weights(weights.qkv), norm=(layer.attention_norm, eps))
+        weights, mlp, eps = layer.attention, layer.dense_mlp, layer.eps
+        attention_norm, mlp_norm = layer.input_norms
+        qkv = skinny_product(first_input, _weights(weights.qkv), norm=(attention_norm, eps))
         attended = attention.run_qkv(index, qkv, weights.norms)
         if keep is not None:
             x, attended = x.index_select(0, keep), attended.index_select(0, keep)
-        mlp_input = skinny_sum(attended, _weights(weights.output), x, layer.mlp_norm)
-        norm = (layer.mlp_norm, eps)
-        gated = skinny_product(mlp_input, _weights(mlp.gate_up), norm=norm, gated=True)
+        mlp_input = skinny_sum(attended, _weights(weights.output), x, mlp_norm)
+        norm = (mlp_norm, eps)
+        gated = skinny_product(mlp_input, _weights(mlp.inner), norm=norm, gated=True)
         if next_layer is None:
             return skinny_product(gated, _weights(mlp.down), onto=x), x
-        return x, skinny_sum(gated, _weights(mlp.down), x, next_layer.attention_norm)
+        return x, skinny_sum(gated, _weights(mlp.down), x, next_layer.input_norms[0])
 
 
 def supports(model: DecoderModel) -> bool:
@@ -107,7 +111,7 @@ def supports(model: DecoderModel) -> bool:
     linears = (
         linear
         for layer in model.layers
-        for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
+        for linear in (layer.attention.qkv, layer.attention.output, layer.dense_mlp.inner, layer.dense_mlp.down)
     )
     half_dtypes = torch.bfloat16, torch.float16
     return (

@@ -36,6 +36,7 @@ class VocabularyLayers(nn.Module):
         super().__init__()
         self._size, self._ranks, self._tied = config.vocab_size, ranks, config.tied_embeddings
         self._share, self._padding = vocabulary_of(config, ranks)
+        self._multiplier, self._soft_cap = config.embedding_multiplier, config.final_soft_cap
         # A quantized head is a separate copy even if it is tied, because the embedding is not quantized.
         separate = quantizes or not config.tied_embeddings
         self.embedding = self.head = None
@@ -52,11 +53,15 @@ class VocabularyLayers(nn.Module):
         With several ranks, the embedding is the sum of their results. Ranks that do not have the token return zeros.
         """
         if self._ranks.tp_size == 1:
-            return F.embedding(token_ids, self.embedding)  # type: ignore[arg-type]  # set on this stage
+            return self._scaled(F.embedding(token_ids, self.embedding))  # type: ignore[arg-type]  # set on this stage
         local = token_ids - self._share.start
         absent = (local < 0) | (local >= self._share.size)
         rows = F.embedding(local.masked_fill(absent, 0), self.embedding)  # type: ignore[arg-type]  # as above
-        return rows.masked_fill(absent.unsqueeze(1), 0)
+        return self._scaled(rows.masked_fill(absent.unsqueeze(1), 0))
+
+    def _scaled(self, rows: torch.Tensor) -> torch.Tensor:
+        # transformers also rounds the multiplier to the model's dtype.
+        return rows if self._multiplier == 1 else rows * rows.new_tensor(self._multiplier)
 
     def project(self, hidden: torch.Tensor | Quantized) -> torch.Tensor:
         """Return the logits of the whole vocabulary, ``[rows, vocab_size]``.
@@ -68,13 +73,15 @@ class VocabularyLayers(nn.Module):
             if self.head is None
             else self.head(hidden)
         )
+        if self._soft_cap is not None:
+            logits = torch.tanh(logits / self._soft_cap) * self._soft_cap
         if self._ranks.tp_size == 1:
             return logits
         whole: torch.Tensor = torch.ops.tokasaurus.gather_columns(logits, self._ranks.tp_size, TENSOR_RANKS)
         return whole[:, : self._size]
 
     def targets(self) -> dict[str, Any]:
-        """Return the load targets of this rank's rows, by checkpoint name."""
+        """Return the load targets of this rank's rows, by the model's names."""
         targets: dict[str, Any] = {}
         if self.embedding is not None:
             targets[f"{_EMBEDDING}.weight"] = self.embedding[: self._share.size] if self._padding else self.embedding

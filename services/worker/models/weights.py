@@ -10,7 +10,7 @@ import torch
 
 from services.common.errors import InvalidRequest
 from services.common.model.checkpoint_files import FLOATS, BrokenFile, read_shards, weight_paths
-from services.worker.described.checkpoint import DERIVED, checkpoint_shapes
+from services.worker.described.checkpoint import checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
 from services.worker.models.decoder import DecoderModel
 
@@ -56,15 +56,13 @@ def check(directory: Path, model: ModelConfig) -> None:
     _check_missing(directory, missing)
 
 
-def load(
-    directory: Path, targets: Mapping[str, LoadTarget], *, tied_embeddings: bool, ignored: Collection[str] = ()
-) -> None:
-    """Fill ``targets``, by checkpoint name, from the checkpoint in ``directory``.
+def load(directory: Path, targets: Mapping[str, LoadTarget], model: ModelConfig) -> None:
+    """Fill ``targets``, by checkpoint name, from the checkpoint of ``model`` in ``directory``.
 
-    Tensors named in ``ignored`` are skipped. Raises ``InvalidRequest`` if a file cannot be read, or a tensor is
+    Tensors that only other ranks need are skipped. Raises ``InvalidRequest`` if a file cannot be read, or a tensor is
     missing, unexpected or of another shape than its target.
     """
-    skipped = {*ignored, *(["lm_head.weight"] if tied_embeddings else ())}
+    known = checkpoint_shapes(model).keys()
     missing = set(targets)
     unexpected: list[str] = []
     for path in weight_paths(directory):
@@ -74,7 +72,7 @@ def load(
                     if name in targets:
                         _fill(targets[name], shard, name, path)
                         missing.discard(name)
-                    elif name not in skipped and not name.endswith(DERIVED):
+                    elif name not in known and not is_ignored(name, model):
                         unexpected.append(name)
         except (safetensors.SafetensorError, OSError) as error:
             raise InvalidRequest(f"{path} cannot be read: {error}; fetch the file again", field="model") from error
@@ -95,7 +93,7 @@ def load_dummy(model: DecoderModel, seed: int) -> None:
     for name, target in model.targets().items():
         # Drawn with the shape of the checkpoint tensor, which the target may store in another form.
         tensor = torch.zeros(target.shape, dtype=torch.float32, device=target.device)
-        if len(target.shape) == 2:
+        if len(target.shape) > 1:
             # A seed per tensor, so that weights do not depend on which other tensors this rank has.
             tensor_seed = zlib.crc32(f"{seed} {name}".encode())
             tensor.normal_(0, _DEVIATION, generator=torch.Generator(target.device).manual_seed(tensor_seed))

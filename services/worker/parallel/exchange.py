@@ -35,6 +35,8 @@ Given = TypeVar("Given", bound=Values)
 class Exchange(nn.Module, ABC):
     """A strategy of exchange. It has no state, and is a module so that compilers treat its attributes as constants."""
 
+    size: int  # number of ranks
+
     @abstractmethod
     def rows(self, tokens: int) -> int:
         """Return the number of rows of a rank."""
@@ -69,9 +71,19 @@ class Exchange(nn.Module, ABC):
     def complete(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
         """Return the rows of all tokens, ``[tokens, size]``, from this rank's rows ``x``."""
 
+    @abstractmethod
+    def selected(self, x: torch.Tensor, keep: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Return the rows ``[samples, size]`` of the tokens ``keep [samples]``, on every rank."""
+
+    @abstractmethod
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the ranks of ``x``, a tensor of any shape, which may be changed in place."""
+
 
 class Alone(Exchange):
     """The strategy of a single rank, which exchanges nothing."""
+
+    size = 1
 
     def rows(self, tokens: int) -> int:
         return tokens
@@ -94,18 +106,26 @@ class Alone(Exchange):
     def complete(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
         return x
 
+    def selected(self, x: torch.Tensor, keep: torch.Tensor, tokens: int) -> torch.Tensor:
+        return x.index_select(0, keep)
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
 
 class AllReduce(Alone):
     """Every rank has all rows, and an all-reduce sums the partial products (Shoeybi et al. 2019)."""
 
-    def __init__(self, group: str = TENSOR_RANKS) -> None:
+    def __init__(self, size: int, group: str = TENSOR_RANKS) -> None:
         super().__init__()
-        self.group = group
+        self.size, self.group = size, group
 
     def row(self, values: Given, linear: Callable[[Given], torch.Tensor]) -> torch.Tensor:
-        partial = linear(values)
-        torch.ops.tokasaurus.all_reduce_(partial, self.group)
-        return partial
+        return self.total(linear(values))
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        torch.ops.tokasaurus.all_reduce_(x, self.group)
+        return x
 
 
 class PeerSum(AllReduce):
@@ -125,7 +145,7 @@ class SequenceSharded(Exchange):
     def __init__(self, rank: int, size: int, group: str = TENSOR_RANKS) -> None:
         super().__init__()
         self.rank, self.size, self.group = rank, size, group
-        self._reduced = AllReduce(group)
+        self._reduced = AllReduce(size, group)
 
     def rows(self, tokens: int) -> int:
         return rows_each(tokens, self.size)
@@ -142,13 +162,20 @@ class SequenceSharded(Exchange):
     def select(
         self, x: torch.Tensor, keep: torch.Tensor, tokens: int, values: Values, linear: Product
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # One rank adds the row and the others add zeros, so the sum of products includes it without another collective.
+        return self.total(linear(values) + self._own(x, keep, tokens)), None
+
+    def selected(self, x: torch.Tensor, keep: torch.Tensor, tokens: int) -> torch.Tensor:
+        return self.total(self._own(x, keep, tokens))
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        return self._reduced.total(x)
+
+    def _own(self, x: torch.Tensor, keep: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Return the rows of the tokens ``keep [samples]``, and zeros for those of other ranks."""
         own = keep - self.rank * self.rows(tokens)
         elsewhere = (own < 0) | (own >= x.shape[0])
-        # One rank adds the row and the others add zeros, so the sum of products includes it without another collective.
-        rows = x.index_select(0, own.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(1), 0)
-        total = linear(values) + rows
-        torch.ops.tokasaurus.all_reduce_(total, self.group)
-        return total, None
+        return x.index_select(0, own.masked_fill(elsewhere, 0)).masked_fill(elsewhere.unsqueeze(1), 0)
 
     @property
     def kept(self) -> Exchange:
@@ -210,9 +237,10 @@ def make_exchanges(
     if ranks.tp_size == 1:
         return Exchanges((ALONE,))
     rank = ranks.tp_rank, ranks.tp_size
-    choices: list[tuple[int, Exchange]] = [(0, AllReduce()), (fewest_sharded(row_bytes), SequenceSharded(*rank))]
+    size = ranks.tp_size
+    choices: list[tuple[int, Exchange]] = [(0, AllReduce(size)), (fewest_sharded(row_bytes), SequenceSharded(*rank))]
     if shares_memory:
-        choices = [(0, PeerSum()), (1 + _PEER_SUM_BYTES // row_bytes, AllReduce()), choices[1]]
+        choices = [(0, PeerSum(size)), (1 + _PEER_SUM_BYTES // row_bytes, AllReduce(size)), choices[1]]
     if fewest_overlapped is not None:
         choices.append((fewest_overlapped, Overlapped(*rank)))
     # A strategy replaces each earlier strategy that begins at the same token count or later.

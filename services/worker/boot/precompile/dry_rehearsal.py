@@ -13,6 +13,7 @@ from services.worker.boot.precompile.job import Job
 from services.worker.boot.precompile.launches import Launch, recording
 from services.worker.boot.progress import BootProgress
 from services.worker.described.config import ModelConfig
+from services.worker.described.heads import laid_out
 from services.worker.described.ranks import ALONE, Ranks
 from services.worker.parallel.exchange import make_exchanges
 
@@ -22,8 +23,8 @@ def rehearse_dry(job: Job, on_launch: Callable[[Launch], None]) -> None:
     for owner, name, value in dry(job.gpu):
         setattr(owner, name, value)
     config, dtype = job.config, getattr(torch, job.dtype)
-    _, described = read_model(config)
-    meta, ranks = torch.device("meta"), Ranks(0, config.tp_size, 0, 1)
+    described = laid_out(read_model(config)[1], "cuda")
+    meta, ranks = torch.device("meta"), Ranks(0, config.tp_size, 0, 1, config.expert_parallel)
     layers = range(_layers_to_rehearse(described))
     described = replace(described, layers=described.layers[: len(layers)])
     with DryTensors(), recording(on_launch):

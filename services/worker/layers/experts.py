@@ -1,0 +1,90 @@
+"""A mixture of experts in plain torch, for all devices and dtypes: the reference for all other implementations."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from services.worker.described.layer import Activation, RouterConfig
+from services.worker.layers.activations import gated
+
+# Added to the sum of sigmoids before weights are divided by it, as in transformers.
+_LEAST_SUM = 1e-20
+
+
+class ExpertWeights(NamedTuple):
+    """The experts of a rank. ``width`` is the intermediate size of an expert, or the rank's share of it."""
+
+    gate_up: torch.Tensor  # [experts, 2 * width, hidden_size], the rows of gate, then those of up
+    down: torch.Tensor  # [experts, hidden_size, width]
+    gate_up_bias: torch.Tensor | None  # [experts, 2 * width]
+    down_bias: torch.Tensor | None  # [experts, hidden_size]
+    first: int = 0  # number of the rank's first expert
+    gate_up_scale: torch.Tensor | None = None  # [experts, 2 * width] float32, if ``gate_up`` is in fp8
+    down_scale: torch.Tensor | None = None  # [experts, hidden_size] float32, if ``down`` is in fp8
+
+
+class Routes(NamedTuple):
+    """The experts of each token. They are in the order of their scores."""
+
+    experts: torch.Tensor  # [tokens, chosen] int32, counted over all ranks
+    weights: torch.Tensor  # [tokens, chosen] float32
+
+
+def route(logits: torch.Tensor, router: RouterConfig, chosen: int, correction: torch.Tensor | None) -> Routes:
+    """Return the ``chosen`` experts of each token. Of equal scores, the expert with the lower number comes first.
+
+    ``logits [tokens, experts]`` are of any dtype. ``correction [experts]`` float32 is given if the router has a
+    correction bias.
+    """
+    logits = logits.float()
+    if router.scores == "softmax_of_chosen":
+        values, experts = _top(logits, chosen)
+        return Routes(experts.int(), F.softmax(values, dim=-1) * router.scale)
+    scores = logits.sigmoid() if router.scores == "sigmoid" else F.softmax(logits, dim=-1)
+    ranked = scores if correction is None else scores + correction
+    if router.groups > 1:
+        grouped = ranked.unflatten(1, (router.groups, -1))
+        best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(dim=-1)
+        groups = _top(best, router.chosen_groups)[1]
+        considered = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)
+        ranked = grouped.masked_fill(~considered.unsqueeze(-1), -torch.inf).flatten(1)
+    experts = _top(ranked, chosen)[1]
+    weights = scores.gather(1, experts)
+    if router.normalized:
+        total = weights.sum(dim=-1, keepdim=True)
+        weights = weights / (total + _LEAST_SUM if router.scores == "sigmoid" else total)
+    return Routes(experts.int(), weights * router.scale)
+
+
+def mix(x: torch.Tensor, routes: Routes, weights: ExpertWeights, activation: Activation) -> torch.Tensor:
+    """Return the weighted sum of the results of each token's experts, ``[tokens, hidden_size]`` of the dtype of ``x``.
+
+    ``x`` is ``[tokens, hidden_size]``. Experts of other ranks are left out. Sums are in float32.
+    """
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for index in range(weights.gate_up.shape[0]):
+        tokens, choices = torch.where(routes.experts == weights.first + index)
+        if not len(tokens):
+            continue
+        rows = _product(x[tokens], weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, index)
+        rows = gated(rows, activation)
+        rows = _product(rows, weights.down, weights.down_scale, weights.down_bias, index)
+        total.index_add_(0, tokens, rows.float() * routes.weights[tokens, choices].unsqueeze(1))
+    return total.to(x.dtype)
+
+
+def _top(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ``count`` largest scores of each row and their indices, descending. Equal scores keep their order."""
+    values, indices = scores.sort(dim=-1, descending=True, stable=True)
+    return values[:, :count], indices[:, :count]
+
+
+def _product(
+    rows: torch.Tensor, matrices: torch.Tensor, scales: torch.Tensor | None, biases: torch.Tensor | None, index: int
+) -> torch.Tensor:
+    """Return the product of ``rows`` with the matrix of expert ``index``. An fp8 matrix is converted first."""
+    matrix = matrices[index]
+    if scales is not None:
+        matrix = (matrix.float() * scales[index].unsqueeze(1)).to(rows.dtype)
+    return F.linear(rows, matrix, None if biases is None else biases[index])

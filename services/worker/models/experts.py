@@ -1,0 +1,142 @@
+"""A mixture of experts in the place of a layer's MLP."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from services.worker.described.layer import ExpertsConfig, MlpConfig
+from services.worker.layers.experts import ExpertWeights
+from services.worker.layers.fp8 import FP8, Quantized, QuantizedRows
+from services.worker.layers.kernels import LayerKernels
+from services.worker.layers.linear import LinearMaker
+from services.worker.models.mlp import Mlp
+from services.worker.parallel.exchange import Exchange
+
+
+class Experts(nn.Module):
+    """Router, experts, and the shared expert if there is one.
+
+    As with ``Mlp``, the caller applies ``down``, which computes everything. Each rank has some experts, or a share of
+    each, and the sum over the ranks is the result. All ranks compute the routes of all tokens.
+    """
+
+    # Routers choose by rows that are not quantized. The products quantize their inputs.
+    quantizes = False
+    correction: torch.Tensor | None
+    gate_up: torch.Tensor
+    gate_up_scale: torch.Tensor | None
+    down_matrix: torch.Tensor
+    down_matrix_scale: torch.Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        features: ExpertsConfig,
+        kernels: LayerKernels,
+        linear: LinearMaker,
+        *,
+        quantizes: bool,
+        adds_bias: bool = True,
+    ) -> None:
+        """Create uninitialised weights for ``features``, this rank's share of the experts.
+
+        ``quantizes`` is true if experts are in fp8. If ``adds_bias`` is false, experts of which this rank has a share
+        have no bias in the last product, because another rank adds it.
+        """
+        super().__init__()
+        self.kernels, self.features, self.quantizes_experts = kernels, features, quantizes
+        count, width = len(features.local), features.width
+        self.router = _parameter(features.count, hidden_size)
+        self.router_bias = _parameter(features.count) if features.router.bias else None
+        correction = torch.empty(features.count, dtype=torch.float32) if features.router.correction_bias else None
+        self.register_buffer("correction", correction)
+        adds_bias = adds_bias or features.held is not None
+        self.gate_up_bias = _parameter(count, 2 * width) if features.expert_bias else None
+        self.down_bias = _parameter(count, hidden_size) if features.expert_bias and adds_bias else None
+        shapes = {"gate_up": (count, 2 * width, hidden_size), "down_matrix": (count, hidden_size, width)}
+        for name, shape in shapes.items():
+            self.register_buffer(name, torch.empty(shape, dtype=FP8 if quantizes else None))
+            scale = torch.empty(shape[:2], dtype=torch.float32) if quantizes else None
+            self.register_buffer(f"{name}_scale", scale)
+        self.shared = self.shared_gate = None
+        if features.shared_width:
+            mlp = MlpConfig(activation=features.activation)
+            self.shared = Mlp(hidden_size, features.shared_width, mlp, kernels, linear)
+            self.shared_gate = _parameter(1, hidden_size) if features.shared_gate else None
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """The experts of this rank."""
+        return ExpertWeights(
+            self.gate_up,
+            self.down_matrix,
+            self.gate_up_bias,
+            self.down_bias,
+            self.features.local.start,
+            self.gate_up_scale,
+            self.down_matrix_scale,
+        )
+
+    def forward(self, x: torch.Tensor, exchange: Exchange, tokens: int) -> torch.Tensor:
+        """Return the input of ``down``: the rows ``[tokens, hidden_size]`` of all tokens.
+
+        ``x [rows, hidden_size]`` are this rank's rows.
+        """
+        return exchange.complete(x, tokens)
+
+    def down(self, x: torch.Tensor | Quantized, onto: torch.Tensor | None = None) -> torch.Tensor:
+        """Return this rank's part of the result, ``[tokens, hidden_size]``, for ``x [tokens, hidden_size]``.
+
+        If ``onto`` is given, add to it in place and return it.
+        """
+        if isinstance(x, Quantized):
+            raise TypeError("experts take rows that are not quantized")
+        features = self.features
+        logits = F.linear(x, self.router, self.router_bias)
+        routes = self.kernels.route(logits, features.router, features.chosen, self.correction)
+        result = self.kernels.mix(x, routes, self.weights, features.activation)
+        if self.shared is not None:
+            result += self._shared(self.shared, x)
+        return result if onto is None else onto.add_(result)
+
+    def _shared(self, shared: Mlp, x: torch.Tensor) -> torch.Tensor:
+        """Return the result of the shared expert, of which this rank has a share."""
+        inner = shared.inner(self.kernels.quantize(x) if shared.quantizes else x)
+        result: torch.Tensor = shared.down(shared.activated(inner))
+        return result if self.shared_gate is None else result * torch.sigmoid(F.linear(x, self.shared_gate))
+
+    def targets(self, prefix: str) -> dict[str, Any]:
+        """Return the load targets of the weights, by the model's names."""
+        targets: dict[str, Any] = {f"{prefix}.gate.weight": self.router}
+        if self.router_bias is not None:
+            targets[f"{prefix}.gate.bias"] = self.router_bias
+        if self.correction is not None:
+            targets[f"{prefix}.gate.e_score_correction_bias"] = self.correction
+        for index, expert in enumerate(self.features.local):
+            targets |= self._expert_targets(f"{prefix}.experts.{expert}", index)
+        if self.shared is not None:
+            targets |= self.shared.targets(f"{prefix}.shared_experts")
+        if self.shared_gate is not None:
+            targets[f"{prefix}.shared_expert_gate.weight"] = self.shared_gate
+        return targets
+
+    def _expert_targets(self, prefix: str, index: int) -> dict[str, Any]:
+        width, weights = self.features.width, self.weights
+        halves = {"gate_proj": slice(0, width), "up_proj": slice(width, 2 * width), "down_proj": slice(None)}
+        targets: dict[str, Any] = {}
+        for name, rows in halves.items():
+            matrix, bias, scale = (weights.gate_up, weights.gate_up_bias, weights.gate_up_scale)
+            if name == "down_proj":
+                matrix, bias, scale = weights.down, weights.down_bias, weights.down_scale
+            part = matrix[index][rows]
+            whole = part if scale is None else QuantizedRows(part, scale[index][rows].unsqueeze(0))
+            targets[f"{prefix}.{name}.weight"] = whole
+            if bias is not None:
+                targets[f"{prefix}.{name}.bias"] = bias[index][rows]
+        return targets
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
