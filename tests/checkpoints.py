@@ -12,7 +12,51 @@ import torch
 import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+# The classes of transformers, and what a tiny model of each needs beside the sizes that all have.
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 40}),
+    "gemma3": ("Gemma3", {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 40}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **{"num_experts_per_tok": 3, "n_routed_experts": 8, "moe_intermediate_size": 48, "n_group": 2},
+            **{"topk_group": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True, "head_dim": 32},
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 48,
+            "head_dim": 16,
+            "sliding_window": 40,
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            **{"attention_multiplier": 0.2, "residual_multiplier": 0.4},
+            **{"embedding_multiplier": 2.5, "logits_scaling": 3.0},
+        },
+    ),
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48}),
+    "olmo2": ("Olmo2", {}),
+    "phi3": ("Phi3", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),  # not hidden_size / heads
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
+            **{"norm_topk_prob": True, "head_dim": 32},
+        },
+    ),
+    "smollm3": ("SmolLM3", {}),
+}
+ARCHITECTURES = tuple(_KINDS)
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 4.0,
@@ -58,13 +102,9 @@ def make_checkpoint(
     transformers.utils.logging.disable_progress_bar()
     directory.mkdir(parents=True, exist_ok=True)
     vocab_size = write_tokenizer(directory, tokenizer)
-    kinds = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    }
-    config_kind, model_kind = kinds[architecture]
+    kind, extra = _KINDS[architecture]
+    config_kind = getattr(transformers, {"Gemma3": "Gemma3Text"}.get(kind, kind) + "Config")
+    model_kind = getattr(transformers, f"{kind}ForCausalLM")
     settings: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": 64,
@@ -79,9 +119,10 @@ def make_checkpoint(
         "eos_token_id": 1,
         "pad_token_id": 1,
     }
-    if architecture == "qwen3":
-        settings["head_dim"] = 32  # not hidden_size / heads
-    config = config_kind(**settings | overrides)
+    if architecture == "gemma3":  # a rotation for each type of layer
+        local = {"rope_type": "default", "rope_theta": 1000.0}
+        settings["rope_parameters"] = {"full_attention": settings["rope_parameters"], "sliding_attention": local}
+    config = config_kind(**settings | extra | overrides)
     model = model_kind(config)
     _randomise(model, seed)
     model.save_pretrained(directory, **({"max_shard_size": "150KB"} if sharded else {}))
@@ -156,13 +197,15 @@ def _sentencepiece() -> tuple[tokenizers.Tokenizer, str, str]:
 def _randomise(model: torch.nn.Module, seed: int) -> None:
     """Every parameter random (biases and norms too), scaled so that activations and logits stay near one."""
     generator = torch.Generator().manual_seed(seed)
+    stored = dict(model.named_parameters())
+    stored |= {name: each for name, each in model.named_buffers() if name.endswith("correction_bias")}
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in stored.items():
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
-                parameter.copy_(1 + 0.2 * noise)
-            elif parameter.dim() == 1:
+                parameter.add_(0.2 * noise)  # 1, or 0 where the model adds 1
+            elif parameter.dim() == 1 or name.endswith("_bias"):
                 parameter.copy_(0.2 * noise)
             else:
                 gain = 3.0 if "lm_head" in name or "embed" in name else 1.0
-                parameter.copy_(gain * noise / parameter.shape[1] ** 0.5)
+                parameter.copy_(gain * noise / parameter.shape[-1] ** 0.5)

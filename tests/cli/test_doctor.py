@@ -156,7 +156,7 @@ def test_weights_that_a_worker_refuses_are_found(what, folder):
     described = read_model_config(read_json(folder / "config.json"))
     model = DecoderModel(described, torch.float32, torch.device("meta"), make_kernels(CPU, torch.float32))
     with pytest.raises(InvalidRequest):
-        weights.load(folder, model.targets(), tied_embeddings=described.tied_embeddings)
+        weights.load(folder, model.targets(), described)
 
 
 def test_an_index_of_another_version_is_found(folder):

@@ -28,22 +28,15 @@ CheckpointMaker = Callable[..., Path]
 def checkpoint(tmp_path_factory) -> CheckpointMaker:
     """``checkpoint("llama", tied=True, ...)``: its directory, made once for each set of arguments."""
 
-    @cache
-    def made(key: str, architecture: str, arguments: tuple) -> Path:
-        return make_checkpoint(tmp_path_factory.mktemp("model") / architecture, architecture, **dict(arguments))
+    made: dict[tuple[str, str], Path] = {}
 
     def make(architecture: str = "llama", **arguments) -> Path:
-        hashable = {name: _Frozen(value) if isinstance(value, dict) else value for name, value in arguments.items()}
-        return made(repr(sorted(arguments.items())), architecture, tuple(hashable.items()))
+        key = architecture, repr(sorted(arguments.items()))
+        if key not in made:
+            made[key] = make_checkpoint(tmp_path_factory.mktemp("model") / architecture, architecture, **arguments)
+        return made[key]
 
     return make
-
-
-class _Frozen(dict):
-    """A dict that only its text tells from others, for the cache."""
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,7 @@ def small_config(layers: int = 3, windows: Windows = (), **changes) -> ModelConf
         "head_dim": 16,
         "norm_eps": 1e-5,
         "max_context_tokens": 512,
-        "rope": RopeSettings("default", 10000.0),
+        "ropes": (RopeSettings("default", 10000.0),),
         "tied_embeddings": True,
     }
     return ModelConfig(**values | changes)

@@ -54,7 +54,7 @@ def cuda(monkeypatch):
         cache = make_cache(FLAGS, model, FLAGS.page_count)
         limits = make_limits(FLAGS, model, FLAGS.page_count, hydragen=True, grammars=True)
         state, grammars = DeviceState.empty(limits, DEVICE), SlotGrammars(ascii_grammars(), VOCABULARY)
-        attention = CudaAttention(cache, 4, model.rotary, dtype=model.embedding.dtype)
+        attention = CudaAttention(cache, 4, [model.rotaries[0]], dtype=model.embedding.dtype)
         parts = model.project, VOCABULARY, DEVICE, cache.tokens, state.page_table
         sampler = FusedSampler(*parts, mask_shape=(limits.max_slots, grammars.words))
         runner = CudaRunner(model, cache, attention, sampler, state, limits, grammars=grammars)

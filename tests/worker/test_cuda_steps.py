@@ -53,7 +53,7 @@ def make_model(device: torch.device, config: dict = CONFIG) -> DecoderModel:
     for parameter in model.parameters():  # logits far enough apart that rounding does not choose
         if parameter.dim() == 2:
             parameter.data.mul_(8)
-    model.rotary.cos, model.rotary.sin = model.rotary.cos.to(device), model.rotary.sin.to(device)
+    model.rotaries[0].cos, model.rotaries[0].sin = model.rotaries[0].cos.to(device), model.rotaries[0].sin.to(device)
     model.device = device
     return model.to(device)
 
@@ -74,7 +74,7 @@ def plain(config):
     model = make_model(torch.device("cpu"), config)
     cache = make_cache(FLAGS, model, FLAGS.page_count)
     limits = make_limits(FLAGS, model, FLAGS.page_count)
-    return Driver(StepRunner(model, cache, PlainAttention(cache, model.windows), limits, ShardThreads(1)))
+    return Driver(StepRunner(model, cache, PlainAttention(cache, model.attention_layers()), limits, ShardThreads(1)))
 
 
 @pytest.fixture
@@ -92,7 +92,9 @@ def cuda(config):
         cache = make_cache(flags, model, flags.page_count)
         limits = make_limits(flags, model, flags.page_count, hydragen=True)
         state = DeviceState.empty(limits, DEVICE)
-        attention = CudaAttention(cache, 4, model.rotary, dtype=model.embedding.dtype, windows=model.windows)
+        attention = CudaAttention(
+            cache, 4, model.rotaries, dtype=model.embedding.dtype, layers=model.attention_layers()
+        )
         sampler = FusedSampler(model.project, 96, DEVICE, cache.tokens, state.page_table)
         runner = CudaRunner(model, cache, attention, sampler, state, limits)
         if graphs:

@@ -8,6 +8,7 @@ from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.worker.boot.common import boot
 from services.worker.layers import matmul_cpu
+from tests.checkpoints import ARCHITECTURES
 from tests.e2e.samples import Sample, agreement
 from tests.worker.driver import Driver, admission, batch
 
@@ -28,11 +29,35 @@ def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_tokens_are_those_of_transformers(architecture, length, checkpoint, reference, runner_for):
     directory, prompt = checkpoint(architecture), prompt_of(length)
     (tokens,) = runner_for(directory).generate([prompt], 20, chunk=30)
     assert tokens == greedy(reference(directory), prompt, 20)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_sequences_that_run_at_once_give_the_tokens_of_transformers(architecture, checkpoint, reference, runner_for):
+    """64 prompts in chunks, beside rows that decode."""
+    directory, model = checkpoint(architecture), reference(checkpoint(architecture))
+    prompts = [prompt_of(1 + 7 * seed % 60, seed) for seed in range(64)]
+    answers = runner_for(directory).generate(prompts, 5, chunk=40)
+    for prompt, tokens in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == tokens
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_cached_prefix_changes_no_token(architecture, checkpoint, runner_for):
+    """Another slot takes over the pages of a prompt. Its own tokens begin inside of a page."""
+    driver, prompt = runner_for(checkpoint(architecture)), prompt_of(77)
+    (expected,) = driver.generate([prompt], 12, chunk=30)
+    pages = [*range(4), *range(50, 53)]
+    driver.run(admissions=(admission(1, prompt, pages, cached_tokens=64),), batch=batch([1], [13]))
+    while len(driver.tokens[1]) < 12:
+        driver.run(batch=batch([1], [1]))
+    assert driver.tokens[1] == expected
 
 
 WINDOWED = {

@@ -85,7 +85,7 @@ def test_random_plans_launch_no_kernel_that_the_rehearsal_did_not(launched, grap
     cache = make_cache(FLAGS, model, FLAGS.page_count)
     limits = make_limits(FLAGS, model, FLAGS.page_count, hydragen=True)
     state = DeviceState.empty(limits, DEVICE)
-    attention = CudaAttention(cache, 4, model.rotary)
+    attention = CudaAttention(cache, 4, model.rotaries)
     sampler = FusedSampler(model.project, 96, DEVICE, cache.tokens, state.page_table)
     runner = CudaRunner(model, cache, attention, sampler, state, limits)
     # As boot_cuda does.

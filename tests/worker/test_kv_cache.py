@@ -12,7 +12,7 @@ from services.worker.layers.fp8 import FP8
 from tests.worker.interpreter import DEVICE
 
 # vocab_size, hidden_size, intermediate_size, layers, heads, kv_heads, head_dim, norm_eps, max_context_tokens, ...
-LOCAL = ModelConfig(32, 48, 64, (LLAMA_LAYER,) * 2, 6, 3, 8, 1e-6, 20, RopeSettings("default", 1e4), True)
+LOCAL = ModelConfig(32, 48, 64, (LLAMA_LAYER,) * 2, 6, 3, 8, 1e-6, 20, (RopeSettings("default", 1e4),), True)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
+from services.worker.attention.base import LayerAttention
 from services.worker.attention.factory import make_attention
 from services.worker.attention.fast_cpu import FastCpuAttention
 from services.worker.attention.plain import PlainAttention
@@ -22,8 +23,8 @@ from tests.worker.interpreter import needs_triton
 from tests.worker.small_models import CPU, changed, one_sequence, small_config, small_model
 
 NAMES = [field.name for part in (LayerConfig, AttentionConfig, MlpConfig) for field in fields(part)]
-# The fields with a list of values: neither the parts of a layer nor the window, a number.
-FIELDS = [name for name in NAMES if name not in ("attention", "mlp", "window")]
+# The fields with a list of values: neither the parts of a layer nor numbers.
+FIELDS = [name for name in NAMES if name not in ("attention", "mlp", "rope", "window", "scale", "soft_cap")]
 # All features that the plain implementation has.
 FEATURES = {"qk_norm": "per_head", "window": 8, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
 NEW = "a feature of next year"
@@ -49,7 +50,7 @@ def with_layer(model: DecoderModel, index: int, **changes) -> DecoderModel:
 class NewAttention(AttentionConfig):
     """Attention with a field that no implementation has declared."""
 
-    sinks: bool = False
+    feature: bool = False
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -66,6 +67,15 @@ def test_the_decoder_for_cpus_is_not_used_for_a_layer_with_an_undeclared_feature
         assert not fused_cpu.supports(with_layer(model, 1, **{field: NEW}))
         with pytest.raises(ValueError, match="use the model itself"):
             fused_cpu.FusedDecoder(model, one_sequence(model.config, 1)[0])
+
+
+@pytest.mark.parametrize("changes", [{"rope": 1}, {"rope": None}, {"soft_cap": 30.0}, {"sinks": True}])
+def test_the_decoder_for_cpus_has_one_rotation_and_plain_scores(changes):
+    model = model_for_cpus(scale=0.3)
+    assert fused_cpu.supports(model)
+    for index in range(len(model.layers)):
+        with_layer(model, index, **changes)
+    assert not fused_cpu.supports(model)
 
 
 @pytest.mark.parametrize("changes", [{"qkv_bias": True}, {"qk_norm": "per_head"}, {"mlp_bias": True}])
@@ -95,7 +105,7 @@ def test_a_field_without_an_entry_must_have_its_default():
     missing = ["qkv_bias", "output_bias", "qk_norm", "mlp_bias"]
     assert undeclared(layer, {"window": (8,), "mlp_bias": (False,)}) == missing
     assert undeclared(NewAttention(), {}) == []
-    assert undeclared(NewAttention(sinks=True), decoder.SUPPORTED) == ["sinks"]
+    assert undeclared(NewAttention(feature=True), decoder.SUPPORTED) == ["feature"]
 
 
 def test_another_kind_of_attention_is_another_feature():
@@ -108,12 +118,13 @@ def test_no_two_fields_have_the_same_name():
     assert len(set(NAMES)) == len(NAMES)
 
 
-@pytest.mark.parametrize("field", [field.name for field in fields(AttentionConfig)])
+@pytest.mark.parametrize("field", [field.name for field in fields(LayerAttention)])
 def test_attention_on_cpus_is_the_plain_one_for_an_undeclared_feature(field):
     cache, _ = one_sequence(small_config(), 1)
-    known, new = AttentionConfig(), replace(AttentionConfig(), **{field: NEW})
+    known = LayerAttention(0.25)
+    new = replace(known, **{field: torch.zeros(4) if field == "sinks" else 8})
     assert isinstance(make_attention(cache, 4, [known, known, known]), FastCpuAttention)
-    expected = FastCpuAttention if field == "window" else PlainAttention
+    expected = FastCpuAttention if field in ("scale", "window", "rope") else PlainAttention
     assert isinstance(make_attention(cache, 4, [known, new, known]), expected)
 
 
@@ -121,8 +132,8 @@ def test_attention_on_cpus_is_the_plain_one_for_an_undeclared_feature(field):
 def test_a_gpu_refuses_attention_with_an_undeclared_feature():
     from services.worker.boot.cuda import make_runner
 
-    model = with_layer(model_for_few_rows(), 1, rotation=NEW)
-    with pytest.raises(InvalidRequest, match="rotation of the model's attention is not supported on cuda"):
+    model = with_layer(model_for_few_rows(), 1, sinks=NEW)
+    with pytest.raises(InvalidRequest, match="sinks of the model's attention is not supported on cuda"):
         make_runner(RunnerParts(ChosenWorkerConfig(), model))
 
 

@@ -33,7 +33,7 @@ from tests.worker.small_models import CPU, changed
 
 PLAIN = ModelConfig(
     vocab_size=336, hidden_size=128, intermediate_size=192, layers=(LLAMA_LAYER,) * 3, heads=8, kv_heads=2,
-    head_dim=32, norm_eps=1e-6, max_context_tokens=64, rope=RopeSettings("default", 1e4), tied_embeddings=False,
+    head_dim=32, norm_eps=1e-6, max_context_tokens=64, ropes=(RopeSettings("default", 1e4),), tied_embeddings=False,
 )  # fmt: skip
 QWEN3 = changed(LLAMA_LAYER, qk_norm="per_head")
 BIASES = changed(LLAMA_LAYER, qkv_bias=True, output_bias=True, mlp_bias=True)
@@ -65,7 +65,7 @@ def test_weights_take_what_is_said(name, quantization):
             decoder = made(model, ranks, layers, quantization)
             taken = sum(each.nbytes for each in itertools.chain(decoder.parameters(), decoder.buffers()))
             assert weight_bytes(model, ranks, layers, BFLOAT16, quantization) == taken, (ranks, layers)
-            rotary = decoder.rotary
+            rotary = decoder.rotaries[0]
             assert rotation_bytes(model) == rotary.cos.nbytes + rotary.sin.nbytes
 
 

@@ -24,6 +24,14 @@ from tests.worker.small_models import PlainRotatingStep, one_sequence, small_con
 
 CPU = torch.device("cpu")
 WINDOW = {"use_sliding_window": True, "sliding_window": 40}
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
 VARIANTS = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tied": True}),
@@ -45,6 +53,37 @@ VARIANTS = {
     "qwen3": ("qwen3", {}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
     "qwen3-window": ("qwen3", WINDOW | {"max_window_layers": 2}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe-not-normalized": ("qwen3_moe", {"norm_topk_prob": False, "attention_bias": True}),
+    "qwen3_moe-some-dense": ("qwen3_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 5, "mlp_only_layers": [3]}),
+    "qwen3_moe-window": ("qwen3_moe", WINDOW | {"max_window_layers": 1, "tied": True}),
+    "mixtral": ("mixtral", {}),
+    "mixtral-window": ("mixtral", {"sliding_window": 40, "num_experts_per_tok": 1}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss-yarn": ("gpt_oss", {"rope_scaling": GPT_OSS_ROPE}),
+    "gpt_oss-full": ("gpt_oss", {"layer_types": ["full_attention"] * 3, "attention_bias": False}),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe-one-group": ("glm4_moe", {"n_group": 1, "norm_topk_prob": False, "use_qk_norm": False}),
+    "glm4_moe-two-shared": ("glm4_moe", {"n_shared_experts": 2, "first_k_dense_replace": 2, "attention_bias": True}),
+    "glm4_moe-rotation": ("glm4_moe", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.25}}),
+    "gemma2": ("gemma2", {}),
+    "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2-caps": ("gemma2", {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0}),
+    "gemma3": ("gemma3", {}),
+    "gemma3-layers": ("gemma3", {"num_hidden_layers": 7}),
+    "gemma3-full": ("gemma3", {"layer_types": ["full_attention"] * 3, "attention_bias": True}),
+    "phi3": ("phi3", {}),
+    "phi3-window": ("phi3", {"sliding_window": 40, "num_key_value_heads": 4}),
+    "phi3-rotation": ("phi3", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.75}, "tied": True}),
+    "olmo2": ("olmo2", {}),
+    "olmo2-biases": ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+    "granite": ("granite", {}),
+    "granite-biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tied": True}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5}),
+    "smollm3-window": (
+        "smollm3",
+        {"use_sliding_window": True, "sliding_window": 40, "no_rope_layers": [0, 1, 0], "tied": True},
+    ),
 }
 
 
@@ -52,7 +91,7 @@ def logits_of(directory, token_ids: list[int], dtype=torch.float32) -> torch.Ten
     """Logits after every token of one sequence, ``[tokens, vocab]``."""
     config = read_model_config(read_json(directory / "config.json"))
     model = DecoderModel(config, dtype, CPU, make_kernels(CPU, dtype))
-    weights.load(directory, model.targets(), tied_embeddings=config.tied_embeddings)
+    weights.load(directory, model.targets(), config)
     size, tokens = 16, len(token_ids)
     pages = -(-tokens // size)
     shape = {"layers": len(config.layers), "kv_heads": config.kv_heads, "head_dim": config.head_dim}
@@ -66,7 +105,7 @@ def logits_of(directory, token_ids: list[int], dtype=torch.float32) -> torch.Ten
         page_table=np.arange(pages, dtype=np.int32)[None, ::-1].copy(),
     )
     with torch.inference_mode():
-        attention = make_attention(cache, config.heads, [layer.attention for layer in config.layers])
+        attention = make_attention(cache, config.heads, model.attention_layers())
         step = attention.step(batch, lambda: None)
         return model.logits(model(torch.tensor(token_ids), torch.arange(tokens), step))
 
@@ -126,8 +165,8 @@ def test_rope_settings_of_older_checkpoints_are_read_too(checkpoint, tmp_path):
     ("changes", "message"),
     [
         ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "needs low_freq_factor, which is missing"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-        ({"architectures": ["GPT2LMHeadModel"]}, "choose a model of LlamaForCausalLM, MistralForCausalLM"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.2}}, "head_dim=16 with partial_rotary_factor=0.2 gives 3 el"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "choose a model of Gemma2ForCausalLM, Gemma3ForCausalLM"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "1 entries; expected 'full_att"),
         ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["chunked"] * 3}, "3 entries, among them 'chunked'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -248,7 +287,7 @@ def test_attention_may_norm_and_rotate_by_itself(qk_norm):
     expected, _ = hidden_of(model, 40)
     positions = torch.arange(40)
     _, inner = one_sequence(model.config, 40)
-    step = PlainRotatingStep(model.config, model.rotary, positions, inner)
+    step = PlainRotatingStep(model.config, model.rotaries[0], positions, inner)
     with torch.inference_mode():
         torch.testing.assert_close(model(positions * 7 % 320, positions, step), expected)
 

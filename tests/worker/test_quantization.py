@@ -106,7 +106,7 @@ def test_checkpoints_are_quantized_as_they_are_loaded(tied, checkpoint):
         DecoderModel(config, torch.float32, CPU, TorchKernels(), linear) for linear in (Linear, Fp8Linear)
     )
     for model in (exact, quantized):
-        weights.load(directory, model.targets(), tied_embeddings=tied)
+        weights.load(directory, model.targets(), config)
     assert torch.equal(exact.embedding, quantized.embedding)
     head = exact.embedding if tied else exact.head.weight.t()
     pairs = [(quantized.head, head)]

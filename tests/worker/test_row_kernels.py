@@ -30,20 +30,26 @@ def near(found, expected) -> None:
     assert same.float().mean() > (0.9 if INTERPRETED else 0.99)
 
 
+ACTIVATIONS = ["silu", "gelu_tanh", "relu_squared", "clamped_swiglu"]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("size", [16, 48, 2100])
-def test_the_gate(size):
+def test_the_gate(size, activation):
     from services.worker.layers.triton_rows import gate
 
     gate_up = random(3, 2 * size)
-    torch.testing.assert_close(gate(gate_up), PLAIN.gate(gate_up), rtol=1e-5, atol=1e-6)
+    gate_up *= 4  # beyond the limits of clamped_swiglu
+    torch.testing.assert_close(gate(gate_up, activation), PLAIN.gate(gate_up, activation), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("size", [16, 48, 300])
-def test_the_gate_with_quantisation(size):
+def test_the_gate_with_quantisation(size, activation):
     from services.worker.layers.triton_rows import gate_quantized
 
     gate_up = random(5, 2 * size)
-    near(gate_quantized(gate_up), PLAIN.gate_quantized(gate_up))
+    near(gate_quantized(gate_up, activation), PLAIN.gate_quantized(gate_up, activation))
 
 
 @pytest.mark.parametrize("adds", [False, True])

@@ -192,7 +192,7 @@ def test_the_decoder_gives_what_the_model_gives(changes, tokens, keep):
     keep = keep if keep is None else torch.tensor(keep)
     (plain_cache, plain), (cache, inner) = one_sequence(config, tokens, DTYPE), one_sequence(config, tokens, DTYPE)
     with torch.inference_mode():
-        steps = [PlainRotatingStep(config, model.rotary, positions, each) for each in (plain, inner)]
+        steps = [PlainRotatingStep(config, model.rotaries[0], positions, each) for each in (plain, inner)]
         expected = model(token_ids, positions, steps[0], keep)
         found = SkinnyDecoder(model)(token_ids, positions, steps[1], keep)
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
@@ -218,7 +218,7 @@ def test_a_decoder_in_fp8_gives_what_a_model_of_the_same_weights_gives(tokens):
             SkinnyDecoder(each)(
                 token_ids,
                 positions,
-                PlainRotatingStep(config, each.rotary, positions, one_sequence(config, tokens, DTYPE)[1]),
+                PlainRotatingStep(config, each.rotaries[0], positions, one_sequence(config, tokens, DTYPE)[1]),
             )
             for each in (model, same)
         )

@@ -91,7 +91,7 @@ def run_as_rank(
         more = {"hydragen": True, "max_micro_batches": parts, "grammars": True}
         limits = make_limits(FLAGS, model, FLAGS.page_count, **more)
         state, sampler, grammars = DeviceState.empty(limits, CPU), None, None
-        attention = CudaAttention(cache, model.local.heads, model.rotary, dtype=torch.float32)
+        attention = CudaAttention(cache, model.local.heads, model.rotaries, dtype=torch.float32)
         if model.last:
             grammars = SlotGrammars(ascii_grammars(), VOCABULARY)
             of_rows = model.project, VOCABULARY, CPU, cache.tokens, state.page_table

@@ -80,7 +80,7 @@ def forward(ranks: Ranks, port: int, config: ModelConfig, quantization: str) -> 
     group = RankGroup(ranks, "127.0.0.1", port, CPU, {})
     try:
         model = model_of(config, ranks, quantization)
-        ways = AllReduce(), SequenceSharded(ranks.tp_rank, ranks.tp_size)
+        ways = AllReduce(ranks.tp_size), SequenceSharded(ranks.tp_rank, ranks.tp_size)
         return [
             [model.logits(hidden_of(model, way, keep)) for keep in KEEPS]
             + [model.logits(hidden_of(model, way, None, tokens)) for tokens in (1, 7)]
@@ -103,7 +103,7 @@ def forward_compiled(ranks: Ranks, port: int, config: ModelConfig) -> tuple[list
             patch.setattr(torch, "compile", lambda function, **options: make(function))
             compilation.compile_model(compiled)
         far = []
-        for way in (AllReduce(), SequenceSharded(ranks.tp_rank, ranks.tp_size)):
+        for way in (AllReduce(ranks.tp_size), SequenceSharded(ranks.tp_rank, ranks.tp_size)):
             for tokens in (40, 7, 23):
                 for keep in (None, [3, 5], [1, 2, 6]):
                     difference = hidden_of(eager, way, keep, tokens) - hidden_of(compiled, way, keep, tokens)

@@ -33,8 +33,7 @@ def model_of(directory, ranks: Ranks, quantization: str = "none") -> DecoderMode
 
 def load(directory, ranks: Ranks, quantization: str = "none") -> DecoderModel:
     model = model_of(directory, ranks, quantization)
-    tied = model.config.tied_embeddings
-    weights.load(directory, model.targets(), tied_embeddings=tied, ignored=model.names_of_other_ranks())
+    weights.load(directory, model.targets(), model.config)
     return model
 
 

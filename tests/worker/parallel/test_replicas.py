@@ -21,16 +21,28 @@ MODELS = {
     "windows": ("qwen2", SIZES | {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 3}),
     "qwen2": ("qwen2", SIZES | {"tied": True}),
     "qwen3": ("qwen3", SIZES),
+    "experts": ("qwen3_moe", SIZES),
+    "sinks": ("gpt_oss", SIZES),
+    "shared experts": ("glm4_moe", SIZES | {"first_k_dense_replace": 2}),
+    "norms on both sides": ("gemma3", SIZES),
+    "norms of all heads": ("olmo2", SIZES),
+    "joined tensors": ("phi3", SIZES),
+    "multipliers": ("granite", SIZES | {"attention_bias": True}),
+    "soft caps": ("gemma2", SIZES),
+    "mixtral": ("mixtral", SIZES),
+    "unrotated layers": ("smollm3", SIZES),
 }
+FAMILIES = tuple(MODELS)[8:]
 GRIDS = [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 CASES = [
     *[("llama", *grid) for grid in GRIDS],
     *[(name, *grid) for name in ("qwen2", "qwen3") for grid in GRIDS[:2]],
+    *[(name, *grid) for name in FAMILIES for grid in GRIDS[:2]],
     *[("biases", 2, 1), ("few key heads", 4, 1), ("tied", 2, 2), ("mistral", 2, 2), ("windows", 1, 2)],
 ]
 # Where there are ranks to shard over, both ways to exchange.
 CASES = [(*case, sharded) for case in CASES for sharded in (False, True) if case[1] > 1 or not sharded]
-QUICK = {("llama", 2, 1), ("llama", 1, 2), ("tied", 2, 2)}
+QUICK = {("llama", 2, 1), ("llama", 1, 2), ("tied", 2, 2), ("norms of all heads", 2, 1), ("shared experts", 2, 1)}
 LENGTHS = (1, 16, 17, 45)
 TOKENS = 6
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
+from services.worker.described.load_targets import SliceTarget, slice_targets
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import (
     RankShare,
@@ -18,7 +19,6 @@ from services.worker.described.shares import (
     refuse_unshareable,
     vocabulary_of,
 )
-from services.worker.described.slices import SliceTarget, slice_targets
 from services.worker.described.stages import balanced, head_cost, layers_of
 from tests.worker.small_models import small_config
 
