@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from services.worker.described.config import ModelConfig
 from services.worker.described.layer import ExpertsConfig, LayerConfig, MlpConfig
-from services.worker.described.naming import Shape, StoredTensor
+from services.worker.described.naming import CheckpointTensor, Shape
 
 # Suffixes of tensors that loading ignores: older checkpoints store rotary frequencies, which the config determines.
 DERIVED = ("rotary_emb.inv_freq",)
@@ -20,7 +20,7 @@ NORMS = {
 }
 
 
-def checkpoint_tensors(model: ModelConfig) -> dict[str, StoredTensor]:
+def checkpoint_tensors(model: ModelConfig) -> dict[str, CheckpointTensor]:
     """Return the tensors in a checkpoint of ``model``, by name."""
     return model.naming(model_shapes(model))
 

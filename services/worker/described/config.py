@@ -44,9 +44,9 @@ class ModelConfig:
     residual_multiplier: float = 1.0  # of the outputs of attention and MLP
     logits_multiplier: float = 1.0
     final_soft_cap: float | None = None  # logits become cap * tanh(logit / cap); None = they are not capped
-    # layers after the last one that predict further tokens (DeepSeek-AI 2024) and are not loaded
+    # layers after the last layer, which predict further tokens (DeepSeek-AI 2024) and are not loaded
     prediction_layers: int = 0
-    naming: Naming = one_to_one  # how the checkpoint stores the tensors
+    naming: Naming = one_to_one  # names of the tensors in the checkpoint
 
     @property
     def stored_head_dim(self) -> int:

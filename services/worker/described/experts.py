@@ -9,7 +9,7 @@ from services.worker.described.config import read_width
 from services.worker.described.layer import Activation, ExpertsConfig, RouterConfig
 
 _MOST_EXPERTS = 1 << 14  # published models have up to 512
-_MOST_CHOSEN = 32  # as many as the routing kernel chooses
+_MOST_CHOSEN = 32  # the routing kernel chooses no more
 
 
 def read_count(given: JsonObject, key: str, default: int | None = None) -> int:

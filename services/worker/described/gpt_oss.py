@@ -8,7 +8,7 @@ from services.common.model.json_object import JsonObject
 from services.worker.described.config import ModelConfig, read_alternating_windows, read_decoder
 from services.worker.described.experts import read_experts
 from services.worker.described.layer import AttentionConfig, LayerConfig, RouterConfig
-from services.worker.described.naming import Part, Shape, StoredTensor, renamed
+from services.worker.described.naming import CheckpointTensor, Part, Shape, renamed
 
 _WINDOW, _HEAD_DIM = 128, 64
 # The rotation of the published models, and so of files without ``rope_parameters``.
@@ -50,7 +50,7 @@ def read_gpt_oss(config: Mapping[str, Any]) -> ModelConfig:
     return replace(read_decoder(config, layer, windows=windows, norm_eps=1e-5), naming=_stored)
 
 
-def _stored(shapes: Mapping[str, Shape]) -> dict[str, StoredTensor]:
+def _stored(shapes: Mapping[str, Shape]) -> dict[str, CheckpointTensor]:
     """Return the tensors of the checkpoint, which has those of all experts of a layer in one.
 
     The columns of ``gate_up_proj [experts, hidden_size, 2 * width]`` belong to gate and up in turn.
@@ -69,5 +69,5 @@ def _stored(shapes: Mapping[str, Shape]) -> dict[str, StoredTensor]:
         columns = shape[0] * (2 if fused else 1)
         whole = (expert + 1, shape[1], columns) if transposed else (expert + 1, columns)
         before = stored[home].parts if home in stored else ()
-        stored[home] = StoredTensor(whole, (*before, Part(name, expert, first, transposed)))
+        stored[home] = CheckpointTensor(whole, (*before, Part(name, expert, first, transposed)))
     return stored

@@ -41,7 +41,7 @@ class MlpConfig:
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How a router chooses the experts of a token from ``logits = x @ router.T`` and weighs their results."""
+    """Rules by which a router chooses and weighs the experts of a token, from ``logits = x @ router.T``."""
 
     # softmax over all experts, softmax over the chosen ones, or a sigmoid of each logit
     scores: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"

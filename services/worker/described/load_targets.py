@@ -8,7 +8,7 @@ import torch
 from services.worker.described.checkpoint import NORMS, checkpoint_tensors
 from services.worker.described.config import ModelConfig
 from services.worker.described.heads import query_order, value_order
-from services.worker.described.naming import Part, StoredTensor
+from services.worker.described.naming import CheckpointTensor, Part
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import RankShare, evenly, kv_heads_of, vocabulary_of
 
@@ -60,7 +60,7 @@ class PartTargets:
     Raises ``ValueError`` if the shape of a part differs from that of its target.
     """
 
-    def __init__(self, stored: StoredTensor, targets: Mapping[str, Any]) -> None:
+    def __init__(self, stored: CheckpointTensor, targets: Mapping[str, Any]) -> None:
         """``targets`` are those of the model's tensors, by name. Parts without a target are skipped."""
         self._parts = [(part, targets[part.name]) for part in stored.parts if part.name in targets]
         self.shape, self.device = torch.Size(stored.shape), self._parts[0][1].device

@@ -7,7 +7,7 @@ from typing import Any
 from services.worker.described.config import ModelConfig, read_decoder, read_layers, read_window
 from services.worker.described.experts import read_experts
 from services.worker.described.layer import LayerConfig, RouterConfig
-from services.worker.described.naming import Shape, StoredTensor, renamed
+from services.worker.described.naming import CheckpointTensor, Shape, renamed
 
 _THETA = 1e6  # default of transformers
 _NAMES = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
@@ -22,5 +22,5 @@ def read_mixtral(config: Mapping[str, Any]) -> ModelConfig:
     return replace(read_decoder(config, LayerConfig(mlp=experts), windows=windows, norm_eps=1e-5), naming=_stored)
 
 
-def _stored(shapes: Mapping[str, Shape]) -> dict[str, StoredTensor]:
+def _stored(shapes: Mapping[str, Shape]) -> dict[str, CheckpointTensor]:
     return renamed(shapes, _NAMES)

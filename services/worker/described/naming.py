@@ -1,4 +1,4 @@
-"""How a checkpoint stores the tensors of a model: under which names, and which ones in one tensor.
+"""Names under which a checkpoint stores the tensors of a model, and the tensors that it stores as one.
 
 The model's own names are those of a Llama checkpoint, with ``mlp.gate`` and ``mlp.experts.N`` for a mixture of experts.
 """
@@ -25,7 +25,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class CheckpointTensor:
     """A tensor of a checkpoint."""
 
     shape: Shape
@@ -33,15 +33,15 @@ class StoredTensor:
 
 
 # Returns the tensors of the checkpoint by name. The argument has the shapes of the model's tensors, by name.
-Naming: TypeAlias = Callable[[Mapping[str, Shape]], dict[str, StoredTensor]]
+Naming: TypeAlias = Callable[[Mapping[str, Shape]], dict[str, CheckpointTensor]]
 
 
-def one_to_one(shapes: Mapping[str, Shape]) -> dict[str, StoredTensor]:
+def one_to_one(shapes: Mapping[str, Shape]) -> dict[str, CheckpointTensor]:
     """Return the tensors of a checkpoint that stores each tensor under the name that the model has for it."""
-    return {name: StoredTensor(shape, (Part(name),)) for name, shape in shapes.items()}
+    return {name: CheckpointTensor(shape, (Part(name),)) for name, shape in shapes.items()}
 
 
-def renamed(shapes: Mapping[str, Shape], names: Mapping[str, str]) -> dict[str, StoredTensor]:
+def renamed(shapes: Mapping[str, Shape], names: Mapping[str, str]) -> dict[str, CheckpointTensor]:
     """Return the tensors of a checkpoint that has other names for parts of the model's names.
 
     ``names`` maps a part of a model's name, such as ``.mlp.``, to the checkpoint's. All parts are replaced, in order.
@@ -51,25 +51,25 @@ def renamed(shapes: Mapping[str, Shape], names: Mapping[str, str]) -> dict[str, 
         other = name
         for own, theirs in names.items():
             other = other.replace(own, theirs)
-        stored[other] = StoredTensor(shape, (Part(name),))
+        stored[other] = CheckpointTensor(shape, (Part(name),))
     return stored
 
 
-def joined(shapes: Mapping[str, Shape], modules: Mapping[str, tuple[str, ...]]) -> dict[str, StoredTensor]:
+def joined(shapes: Mapping[str, Shape], modules: Mapping[str, tuple[str, ...]]) -> dict[str, CheckpointTensor]:
     """Return the tensors of a checkpoint in which one tensor contains the rows of several of the model's.
 
     ``modules`` maps the name of a stored module, such as ``qkv_proj``, to the model's modules in their order.
     """
     homes = {module: home for home, members in modules.items() for module in members}
-    stored: dict[str, StoredTensor] = {}
+    stored: dict[str, CheckpointTensor] = {}
     for name, shape in shapes.items():
         *path, module, kind = name.split(".")
         if module not in homes:
-            stored[name] = StoredTensor(shape, (Part(name),))
+            stored[name] = CheckpointTensor(shape, (Part(name),))
             continue
         home = ".".join((*path, homes[module], kind))
-        before = stored.get(home, StoredTensor((0, *shape[1:]), ()))
+        before = stored.get(home, CheckpointTensor((0, *shape[1:]), ()))
         end = before.shape[0] + shape[0]
         part = Part(name, slice(before.shape[0], end))
-        stored[home] = StoredTensor((end, *shape[1:]), (*before.parts, part))
+        stored[home] = CheckpointTensor((end, *shape[1:]), (*before.parts, part))
     return stored

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from services.worker.described.config import ModelConfig, read_decoder, read_layers, read_window
-from services.worker.described.naming import Shape, StoredTensor, joined
+from services.worker.described.naming import CheckpointTensor, Shape, joined
 
 _JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
@@ -24,5 +24,5 @@ def read_phi3(config: Mapping[str, Any]) -> ModelConfig:
     return replace(read_decoder(config, windows=windows, norm_eps=1e-5), naming=_stored)
 
 
-def _stored(shapes: Mapping[str, Shape]) -> dict[str, StoredTensor]:
+def _stored(shapes: Mapping[str, Shape]) -> dict[str, CheckpointTensor]:
     return joined(shapes, _JOINED)
