@@ -18,7 +18,7 @@ from services.common.text.tokenizer import Tokenizer
 from services.common.text.tokenizer_class import apply_tokenizer_class
 from services.common.text.tokenizer_files import read_backend
 from services.common.text.vocabulary import Vocabulary
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, write_tokenizer
 from tests.properties import examples
 
 TEXTS = [
@@ -201,7 +201,13 @@ def test_only_the_tokenizer_file_decides_about_bos(tmp_path, add_bos):
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "sentencepiece"])
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("gemma2", "gemma3", "gemma3_text", "glm4_moe", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2"),
+        *("phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
+    ],
+)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -210,23 +216,28 @@ def test_only_the_tokenizer_file_decides_about_bos(tmp_path, add_bos):
         {"tokenizer_class": "LlamaTokenizer", "legacy": True},
         {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False},
         {"tokenizer_class": "Qwen2Tokenizer"},
+        {"tokenizer_class": "GemmaTokenizer"},
         {"tokenizer_class": None},
     ],
     ids=str,
 )
-def test_the_tokenizer_class_counts_as_in_transformers(tmp_path, architecture, tokenizer, settings):
-    directory = make_checkpoint(tmp_path, architecture, tokenizer=tokenizer)
-    config = json.loads((directory / "tokenizer_config.json").read_text()) | settings
+def test_the_tokenizer_class_counts_as_in_transformers(tmp_path, model_type, tokenizer, settings):
+    write_tokenizer(tmp_path, tokenizer)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text()) | settings
     config = {name: value for name, value in config.items() if value is not None}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    theirs = AutoTokenizer.from_pretrained(directory)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
     if tokenizer == "sentencepiece" and type(theirs).__name__ == "Qwen2Tokenizer":
         pytest.skip("transformers reads a SentencePiece vocabulary as byte-level here: no text survives that")
-    if tokenizer == "bytes" and type(theirs).__name__ == "LlamaTokenizer":
+    if tokenizer == "bytes" and type(theirs).__name__ in ("LlamaTokenizer", "GemmaTokenizer"):
         pytest.skip("transformers reads a byte-level vocabulary as SentencePiece here: no text survives that")
-    ours = Tokenizer.load(str(directory))
+    ours = Tokenizer.load(str(tmp_path))
     for text in [*TEXTS, " leading space", "<|user|> behind a special token<|end|>12 34", "cafe\u0301"]:
         assert ours.encode(text) == theirs.encode(text)
+        assert ours.vocabulary.text_bytes(ours.encode(text)).decode().lstrip() == theirs.decode(
+            theirs.encode(text), skip_special_tokens=True
+        ).lstrip()
 
 
 def test_a_sentencepiece_model_alone_is_enough(tmp_path):

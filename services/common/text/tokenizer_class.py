@@ -12,11 +12,18 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 from services.common.model.json_object import JsonObject, read_json
 from services.common.text.tiktoken_ranks import QWEN_WORDS, byte_level_words
 
-_BY_MODEL_TYPE = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
+_BY_MODEL_TYPE = {
+    "gemma2": "GemmaTokenizer",
+    "gemma3": "GemmaTokenizer",
+    "gemma3_text": "GemmaTokenizer",
+    "qwen2": "Qwen2Tokenizer",
+    "qwen3": "Qwen2Tokenizer",
+    "qwen3_moe": "Qwen2Tokenizer",
+}
 # Their hub repositories name wrong classes, which transformers overrides.
 _ALWAYS_BY_MODEL_TYPE = ("qwen2",)
 # transformers uses their files unchanged, whatever class they name.
-_UNCHANGED = ("mistral",)
+_UNCHANGED = ("glm4_moe", "granite", "mistral", "mixtral", "olmo2", "phi3")
 
 
 def read_tokenizer_config(directory: Path) -> JsonObject:
@@ -51,5 +58,13 @@ def apply_tokenizer_class(backend: tokenizers.Tokenizer, directory: Path) -> Non
         backend.normalizer = None
         backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
         strip = [decoders.Strip(" ", left=1)] if prefix else []
-        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-        backend.decoder = decoders.Sequence(steps)
+        backend.decoder = _sentencepiece_decoder(*strip)
+    elif name == "GemmaTokenizer" and not byte_level:
+        backend.normalizer = normalizers.Replace(" ", "▁")
+        backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+        backend.decoder = _sentencepiece_decoder()
+
+
+def _sentencepiece_decoder(*steps: decoders.Decoder) -> decoders.Decoder:
+    """Return the decoder of a vocabulary with marked spaces and byte tokens, with ``steps`` at its end."""
+    return decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *steps])
