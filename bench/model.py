@@ -21,10 +21,11 @@ from bench.server import report
 from services.common.config import from_command_line
 from services.common.flags import Config, Int
 
-VOCAB_SIZE = 128256
+VOCAB_SIZE = 128256  # of the Llama shapes
 SPECIAL_TOKENS = ("<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 # Entries that are learned from the problems. The few-shot prompts of bench.monkeys then have about 720 tokens.
 LEARNED = 1400
+_TOKENS_PER_END = 150
 _STRIDE = 100_003  # coprime to 26**4, so that neighbours in the vocabulary have different letters
 
 _CHAT_TEMPLATE = (
@@ -32,7 +33,6 @@ _CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-# The values of Meta's config.json of Llama 3.2 1B, Llama 3.1 8B and Llama 3.1 70B.
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -40,22 +40,47 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB_SIZE, "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
+# The values of the published config.json of Llama 3.2 1B, Llama 3.1 8B and 70B, Qwen3-30B-A3B and gpt-oss-20b.
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-1b": {
+    "llama-1b": _LLAMA | {
         "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 64, "intermediate_size": 8192, "tie_word_embeddings": True, "rope_scaling": _LLAMA3_ROPE,
     },
-    "llama-8b": {
+    "llama-8b": _LLAMA | {
         "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
         "head_dim": 128, "intermediate_size": 14336, "tie_word_embeddings": False,
         "rope_scaling": _LLAMA3_ROPE | {"factor": 8.0},
     },
-    "llama-70b": {
+    "llama-70b": _LLAMA | {
         "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
         "head_dim": 128, "intermediate_size": 28672, "tie_word_embeddings": False,
         "rope_scaling": _LLAMA3_ROPE | {"factor": 8.0},
     },
-    "tiny": {
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936,
+        "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "tie_word_embeddings": False, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "attention_bias": False, "use_sliding_window": False, "max_position_embeddings": 40960,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088,
+        "hidden_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "head_dim": 64, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128,
+        "tie_word_embeddings": False, "rope_theta": 150000.0, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "attention_bias": True, "swiglu_limit": 7.0,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "tiny": _LLAMA | {
         "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 16, "intermediate_size": 160, "tie_word_embeddings": True, "rope_scaling": _LLAMA3_ROPE,
     },
@@ -66,31 +91,36 @@ class ModelConfig(Config):
     """The flags."""
 
     directory: str = Field(min_length=1, description="directory to write")
-    shape: Literal["llama-1b", "llama-8b", "llama-70b", "tiny"] = "llama-1b"
-    eos_tokens: Int = Field(855, ge=1, le=VOCAB_SIZE // 2, description="tokens that end an answer; 855: 1 in 150")
+    shape: Literal["llama-1b", "llama-8b", "llama-70b", "qwen3-30b-a3b", "gpt-oss-20b", "tiny"] = "llama-1b"
+    eos_tokens: Int | None = Field(
+        None, ge=1, le=VOCAB_SIZE // 2, description="tokens that end an answer; default: 1 in 150"
+    )
 
 
 def main() -> None:
     config = from_command_line(ModelConfig)
     directory = make_model(Path(config.directory), config.shape, config.eos_tokens)
-    size = sum(path.stat().st_size for path in directory.iterdir())
-    print(f"{directory}: {config.shape}, {VOCAB_SIZE} tokens, {config.eos_tokens} of them end an answer; no weights")
-    report({"directory": str(directory), "shape": config.shape, "eos_tokens": config.eos_tokens, "bytes": size})
+    size, vocab_size = sum(path.stat().st_size for path in directory.iterdir()), SHAPES[config.shape]["vocab_size"]
+    count = config.eos_tokens or vocab_size // _TOKENS_PER_END
+    print(f"{directory}: {config.shape}, {vocab_size} tokens, {count} of them end an answer; no weights")
+    report({"directory": str(directory), "shape": config.shape, "eos_tokens": count, "bytes": size})
 
 
-def make_model(directory: Path, shape: str = "llama-1b", eos_tokens: int = 855) -> Path:
+def make_model(directory: Path, shape: str = "llama-1b", eos_tokens: int | None = None) -> Path:
     """Write config, generation config and tokenizer into ``directory``, and return it."""
     directory.mkdir(parents=True, exist_ok=True)
+    vocab_size = SHAPES[shape]["vocab_size"]
     shared = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": 131072, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-        "attention_bias": False, "mlp_bias": False, "torch_dtype": "bfloat16", "initializer_range": 0.02,
+        "max_position_embeddings": 131072, "torch_dtype": "bfloat16", "initializer_range": 0.02,
         "bos_token_id": 0, "eos_token_id": 0,
     }  # fmt: skip
     _write(directory / "config.json", shared | SHAPES[shape])
     # No sampling settings, because only some servers would use them.
-    _write(directory / "generation_config.json", {"bos_token_id": 0, "eos_token_id": ends(eos_tokens)})
-    make_tokenizer().save(str(directory / "tokenizer.json"))
+    _write(
+        directory / "generation_config.json",
+        {"bos_token_id": 0, "eos_token_id": ends(eos_tokens or vocab_size // _TOKENS_PER_END, vocab_size)},
+    )
+    make_tokenizer(vocab_size).save(str(directory / "tokenizer.json"))
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": SPECIAL_TOKENS[0], "eos_token": SPECIAL_TOKENS[0],
         "pad_token": SPECIAL_TOKENS[0], "add_bos_token": False, "add_eos_token": False,
@@ -100,13 +130,13 @@ def make_model(directory: Path, shape: str = "llama-1b", eos_tokens: int = 855) 
     return directory
 
 
-def ends(count: int) -> list[int]:
-    """Return ``count`` token ids at equal distances. None is special or occurs in tokenised text."""
-    return [LEARNED + index * (VOCAB_SIZE - LEARNED) // count for index in range(count)]
+def ends(count: int, vocab_size: int) -> list[int]:
+    """Return ``count`` of ``vocab_size`` token ids at equal distances. None is special or occurs in tokenised text."""
+    return [LEARNED + index * (vocab_size - LEARNED) // count for index in range(count)]
 
 
-def make_tokenizer() -> tokenizers.Tokenizer:
-    """Return a byte-level BPE of ``VOCAB_SIZE`` entries.
+def make_tokenizer(vocab_size: int = VOCAB_SIZE) -> tokenizers.Tokenizer:
+    """Return a byte-level BPE of ``vocab_size`` entries.
 
     Entries that are not learned from the problems have four letters. A model can generate them, but no text contains
     them, because no merge produces them.
@@ -124,7 +154,7 @@ def make_tokenizer() -> tokenizers.Tokenizer:
     vocabulary = described["vocab"]
     fresh = (piece for piece in _four_letters() if piece not in described["vocab"])
     vocabulary = vocabulary | {
-        piece: LEARNED + index for index, piece in enumerate(islice(fresh, VOCAB_SIZE - LEARNED))
+        piece: LEARNED + index for index, piece in enumerate(islice(fresh, vocab_size - LEARNED))
     }
     made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(pair) for pair in described["merges"]]))
     made.add_special_tokens(list(SPECIAL_TOKENS))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import torch
 import transformers
 
 import bench.model
@@ -64,6 +65,16 @@ def test_transformers_reads_it_as_the_model_it_stands_for(directory):
     assert len(transformers.GenerationConfig.from_pretrained(directory).eos_token_id) == 855
 
 
+@pytest.mark.parametrize(("shape", "parameters"), [("qwen3-30b-a3b", 30.5e9), ("gpt-oss-20b", 20.9e9)])
+def test_mixtures_of_experts_have_the_size_in_their_names(tmp_path, shape, parameters, monkeypatch):
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    monkeypatch.setattr(bench.model, "make_tokenizer", lambda size: made)
+    config = transformers.AutoConfig.from_pretrained(make_model(tmp_path, shape))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(parameters, rel=0.01)
+
+
 def test_a_tokenizer_is_the_same_each_time(directory, tmp_path):
     bench.model.make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     assert (tmp_path / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
@@ -73,7 +84,7 @@ def test_a_tokenizer_is_the_same_each_time(directory, tmp_path):
 def test_equal_flags_give_equal_files(directory, tmp_path, shape, monkeypatch):
     """But for the tokenizer, which takes seconds to make and does not know the shape."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    monkeypatch.setattr(bench.model, "make_tokenizer", lambda: made)
+    monkeypatch.setattr(bench.model, "make_tokenizer", lambda size: made)
     first, second = (make_model(tmp_path / name, shape, 17) for name in ("a", "b"))
     assert {path.name for path in first.iterdir()} == {path.name for path in directory.iterdir()}
     assert {path.name: path.read_bytes() for path in first.iterdir()} == {

@@ -12,6 +12,7 @@ from services.common.model.json_object import read_json
 from services.worker.attention.base import AttentionBatch
 from services.worker.attention.factory import make_attention
 from services.worker.attention.kv_cache import KvCache
+from services.worker.described.layer import ExpertsConfig
 from services.worker.described.registry import read_model_config
 from services.worker.described.rope import RopeSettings
 from services.worker.layers.factory import make_kernels
@@ -314,6 +315,18 @@ def test_dummy_weights_follow_from_seed_and_name():
     assert first[matrix].std() == pytest.approx(0.02, rel=0.05)
     assert (first["model.layers.0.self_attn.q_proj.bias"] == 0).all()
     assert (first["model.layers.0.input_layernorm.weight"] == 1).all()
+
+
+def test_dummy_routers_prefer_some_experts():
+    config = small_config(mlp=ExpertsConfig(count=64, chosen=4, width=16))
+    model = DecoderModel(config, torch.float32, CPU, make_kernels(CPU, torch.float32))
+    weights.load_dummy(model, seed=0)
+    logits = torch.randn(4096, config.hidden_size, generator=torch.Generator().manual_seed(0)) @ (
+        model.targets()["model.layers.0.mlp.gate.weight"].T
+    )
+    tokens = torch.bincount(logits.topk(4).indices.flatten(), minlength=64).float()
+    assert tokens.max() > 2 * tokens.mean()
+    assert tokens.min() < tokens.mean() / 4
 
 
 def weights_of(seed: int, layers: int = 2) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """Loading of weights from safetensors files, one tensor at a time, and random weights."""
 
+import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -13,9 +14,13 @@ from services.common.model.checkpoint_files import FLOATS, BrokenFile, read_shar
 from services.worker.described.checkpoint import checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
 from services.worker.models.decoder import DecoderModel
+from services.worker.models.experts import Experts
 
 # Standard deviation that models are commonly initialised with before training.
 _DEVIATION = 0.02
+# Ratio of the largest factor of a router's rows to the smallest.
+_ROUTER_SKEW = 4.0
+_GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 
 
 class LoadTarget(Protocol):
@@ -88,7 +93,8 @@ def load(directory: Path, targets: Mapping[str, LoadTarget], model: ModelConfig)
 def load_dummy(model: DecoderModel, seed: int) -> None:
     """Fill ``model`` with random weights: matrices from normal(0, 0.02), norms one, biases zero.
 
-    They depend on ``seed``, any integer, and on the kind of device, but not on the number of ranks.
+    They depend on ``seed``, any integer, and on the kind of device, but not on the number of ranks. Routers are
+    skewed: some experts get several times the mean number of tokens.
     """
     for name, target in model.targets().items():
         # Drawn with the shape of the checkpoint tensor, which the target may store in another form.
@@ -100,6 +106,16 @@ def load_dummy(model: DecoderModel, seed: int) -> None:
         elif not name.endswith(".bias"):
             tensor.fill_(1)
         target.copy_(tensor)
+    for layer in model.layers:
+        if isinstance(layer.mlp, Experts):
+            _skew(layer.mlp.router)
+
+
+def _skew(router: torch.Tensor) -> None:
+    """Scale the rows of ``router [experts, hidden_size]`` in place. Experts with larger rows win more often."""
+    # Multiples of the golden ratio spread large and small rows over the experts, and so over the ranks.
+    spread = torch.arange(router.shape[0], dtype=torch.float64, device=router.device) * _GOLDEN_RATIO % 1
+    router.mul_((_ROUTER_SKEW ** (spread - 0.5)).unsqueeze(1).to(router.dtype))
 
 
 def _check_missing(directory: Path, missing: Collection[str]) -> None:
