@@ -100,14 +100,14 @@ def decode_ms(runner: StepRunner, batch: int, context: int, steps: int, temperat
 
 @torch.inference_mode()
 def transformers_ms(model: torch.nn.Module, batch: int, context: int, steps: int, threads: int) -> float:
-    """Return the milliseconds of ``model(..., past_key_values=...)`` and argmax, the least work of ``generate``."""
+    """Return the milliseconds of ``model(..., cache=...)`` and argmax, the least work of ``generate``."""
     torch.set_num_threads(threads)
     token_ids = (torch.arange(context) % model.config.vocab_size).expand(batch, -1)
     output = model(token_ids, use_cache=True, logits_to_keep=1)
     tokens = output.logits[:, -1].argmax(-1, keepdim=True)
     started = time.perf_counter()
     for _ in range(steps):
-        output = model(tokens, past_key_values=output.past_key_values, use_cache=True)
+        output = model(tokens, cache=output.cache, use_cache=True)
         tokens = output.logits[:, -1].argmax(-1, keepdim=True)
     return 1000 * (time.perf_counter() - started) / steps
 

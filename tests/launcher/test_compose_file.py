@@ -21,7 +21,7 @@ PROFILES = {
     "postgres": {"postgres"},
 }
 # Given by the images, by Compose's ports, or meaningless with one replica of one worker.
-TENSOR_RANKS = {"tp_size", "tp_rank", "async_tp_threshold"}
+TENSOR_RANKS = {"tp_size", "tp_rank", "async_tp_threshold", "expert_parallel"}
 STAGES = {"pp_size", "pp_rank", "pp_layers", "pp_num_buffer_stages"}
 MEETING = {"master_addr", "master_port"}
 FIXED = {"host", "port", "scheduler_listen", "worker_listen", "dp_size", "dp_rank"} | TENSOR_RANKS | STAGES | MEETING

@@ -97,7 +97,7 @@ def step_by_step(model: torch.nn.Module, token_ids: list[int], prompt: int) -> t
         output = model(torch.tensor([token_ids[:prompt]]), use_cache=True)
         logits = [output.logits[0]]
         for token in token_ids[prompt:]:
-            output = model(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
+            output = model(torch.tensor([[token]]), cache=output.cache, use_cache=True)
             logits.append(output.logits[0])
     return torch.cat(logits)
 
