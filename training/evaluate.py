@@ -18,7 +18,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from training.corpus import held_out_generated
-from training.model import Llama, load_model
+from training.model import LanguageModel
+from training.model_files import load_model
 from training.problems import Problem, final_number
 from training.tokenizer import END_OF_TEXT_ID, END_OF_TURN_ID, completion_prompt
 
@@ -33,7 +34,7 @@ def load_problems(name: str, limit: int) -> list[Problem]:
 
 @torch.inference_mode()
 def sample_answers(
-    model: Llama,
+    model: LanguageModel,
     prompts: list[list[int]],
     samples: int,
     temperature: float,
@@ -86,7 +87,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def evaluate(
-    model: Llama,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     problems: list[Problem],
     samples: int,

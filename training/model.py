@@ -1,20 +1,22 @@
-"""A Llama-architecture language model in plain torch, with Hugging Face's parameter names."""
+"""The built-in language models in plain torch: Llama's architecture, and Qwen3-MoE's if there are experts."""
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from training.tokenizer import END_OF_TEXT_ID, END_OF_TURN_ID, VOCAB_SIZE
+from training.experts import RoutedExperts
+from training.tokenizer import VOCAB_SIZE
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model's shape. Few wide layers and two key-value heads, for quick serving on CPUs."""
+    """The shape of a model. Few wide layers and two key-value heads, for quick serving on CPUs.
+
+    With `experts`, the model is a Qwen3-MoE: each layer's feed-forward part is a mixture of experts that are
+    `intermediate_size` wide, and queries and keys are normed. Without, it is a Llama.
+    """
 
     vocab_size: int = VOCAB_SIZE
     hidden_size: int = 384
@@ -26,6 +28,8 @@ class ModelConfig:
     context: int = 2048
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+    experts: int = 0
+    experts_per_token: int = 0
     dropout: float = 0.0  # Of the embeddings and of what each part adds, in training only.
 
 
@@ -59,6 +63,9 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        if config.experts:
+            self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None, start: int) -> Tensor:
         """x [batch, length, hidden] at positions start.. -> the same shape.
@@ -67,8 +74,10 @@ class Attention(nn.Module):
         """
         batch, length, _ = x.shape
         heads = (batch, length, -1, self.head_dim)
-        q = rotate(self.q_proj(x).view(heads).transpose(1, 2), cos, sin)
-        k = rotate(self.k_proj(x).view(heads).transpose(1, 2), cos, sin)
+        q, k = self.q_proj(x).view(heads), self.k_proj(x).view(heads)
+        if hasattr(self, "q_norm"):  # In float32, the dtype of the norms' weights.
+            q, k = self.q_norm(q.float()).to(q.dtype), self.k_norm(k.float()).to(k.dtype)
+        q, k = rotate(q.transpose(1, 2), cos, sin), rotate(k.transpose(1, 2), cos, sin)
         v = self.v_proj(x).view(heads).transpose(1, 2)
         if cache is not None:
             end = start + length
@@ -79,7 +88,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """The gated feed-forward part, x [..., hidden] -> the same shape."""
+    """The gated feed-forward part of a layer of Llama."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -87,8 +96,9 @@ class Mlp(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., hidden] -> the same shape, and a balance loss of zero, as there is no router."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)), x.new_zeros(())
 
 
 class Layer(nn.Module):
@@ -99,17 +109,28 @@ class Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = make_mlp(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None, start: int) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None, start: int
+    ) -> tuple[Tensor, Tensor]:
+        """x [batch, length, hidden] -> the same shape, and the balance loss of the layer's router."""
         mixed = self.self_attn(self.input_layernorm(x), cos, sin, cache, start)
         x = x + self.dropout(mixed)
-        return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
+        added, balance = self.mlp(self.post_attention_layernorm(x))
+        return x + self.dropout(added), balance
 
 
-class Llama(nn.Module):
-    """The whole model; its state_dict has the names of `LlamaForCausalLM`, head tied."""
+def make_mlp(config: ModelConfig) -> nn.Module:
+    """Return the feed-forward part of one layer."""
+    if not config.experts:
+        return Mlp(config)
+    return RoutedExperts(config.hidden_size, config.intermediate_size, config.experts, config.experts_per_token)
+
+
+class LanguageModel(nn.Module):
+    """The whole model, head tied. Its parameters have the names of transformers, but for the stacked experts."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -130,8 +151,8 @@ class Llama(nn.Module):
     def initialise(self) -> None:
         """Normal weights of deviation 0.02, less for those that write into the residual sum."""
         for name, weight in self.named_parameters():
-            if weight.ndim == 2:
-                into_sum = name.endswith(("o_proj.weight", "down_proj.weight"))
+            if weight.ndim >= 2:
+                into_sum = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
                 scale = (2 * self.config.layers) ** -0.5 if into_sum else 1.0
                 nn.init.normal_(weight, std=0.02 * scale)
 
@@ -144,66 +165,18 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, cache: list[LayerCache] | None = None, start: int = 0) -> Tensor:
         """tokens int64 [batch, length] at positions start.. -> logits [batch, length, vocab]."""
+        return self.logits_and_balance(tokens, cache, start)[0]
+
+    def logits_and_balance(
+        self, tokens: Tensor, cache: list[LayerCache] | None = None, start: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits and the routers' mean balance loss, a scalar."""
         length = tokens.shape[1]
         cos, sin = self.cos[start : start + length], self.sin[start : start + length]
         x = self.dropout(self.model["embed_tokens"](tokens))
+        balances = []
         for index, layer in enumerate(self.model["layers"]):
-            x = layer(x, cos, sin, None if cache is None else cache[index], start)
-        return F.linear(self.model["norm"](x), self.model["embed_tokens"].weight)
-
-
-def save_model(model: Llama, directory: Path) -> None:
-    """Write config.json, generation_config.json and model.safetensors (bfloat16)."""
-    directory.mkdir(parents=True, exist_ok=True)
-    shape = model.config
-    ends = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": [END_OF_TEXT_ID, END_OF_TURN_ID]}
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": shape.context,
-        "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "rms_norm_eps": shape.norm_eps,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": True,
-        "dtype": "bfloat16",
-        "pad_token_id": END_OF_TEXT_ID,
-        **ends,
-    }
-    generation = {**ends, "pad_token_id": END_OF_TEXT_ID}
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    weights = {
-        name: weight.detach().to("cpu", torch.bfloat16).contiguous() for name, weight in model.state_dict().items()
-    }
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def load_model(directory: Path) -> Llama:
-    """The model that `save_model` wrote, in float32."""
-    config = json.loads((directory / "config.json").read_text())
-    shape = ModelConfig(
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        layers=config["num_hidden_layers"],
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        context=config["max_position_embeddings"],
-        rope_theta=config["rope_parameters"]["rope_theta"],
-        norm_eps=config["rms_norm_eps"],
-    )
-    model = Llama(shape)
-    weights = {name: weight.float() for name, weight in load_file(directory / "model.safetensors").items()}
-    model.load_state_dict(weights)
-    return model
+            x, balance = layer(x, cos, sin, None if cache is None else cache[index], start)
+            balances.append(balance)
+        logits = F.linear(self.model["norm"](x), self.model["embed_tokens"].weight)
+        return logits, torch.stack(balances).mean()

@@ -1,6 +1,8 @@
-"""Trains the built-in model and writes it as a Hugging Face directory.
+"""Trains a built-in model and writes it as a Hugging Face directory.
 
-    python -m training.train data=DIR out=DIR [device=cuda] [minutes=5] [seed=0] [workers=..]
+    python -m training.train data=DIR out=DIR [model=builtin] [device=cuda] [minutes=5] [seed=0] [workers=..]
+
+`model` is one of `SHAPES`.
 
 DIR of `data` holds GSM8K's train.jsonl. Training takes `minutes` by the clock, not counting the
 corpus and the compilation; every choice but the number of steps follows from the seed.
@@ -17,11 +19,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from training.augment import HELD_OUT, read_problems
 from training.corpus import ROW_LENGTH, SOURCES, build_corpus, validation_rows
-from training.model import Llama, ModelConfig, save_model
+from training.model import LanguageModel, ModelConfig
+from training.model_files import save_model
+from training.muon import StackedMuon
 from training.tokenizer import (
     FIRST_MERGED_ID,
     PROMPT_BIT,
@@ -30,16 +34,29 @@ from training.tokenizer import (
     train_tokenizer,
 )
 
-TRAINED_SHAPE = ModelConfig(dropout=0.1)
+SHAPES = {
+    "builtin": ModelConfig(dropout=0.1),
+    "builtin-moe": ModelConfig(
+        hidden_size=256,
+        intermediate_size=64,
+        layers=5,
+        heads=4,
+        norm_eps=1e-6,
+        experts=16,
+        experts_per_token=4,
+        dropout=0.1,
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is told; `steps` ends it early, for tests."""
+    """The settings of a run; `steps` ends it early, for tests."""
 
     data: Path
     out: Path
     device: str = "cuda"
+    model: str = "builtin"
     minutes: float = 5.0
     seed: int = 0
     workers: int = os.cpu_count() or 1
@@ -47,17 +64,18 @@ class Settings:
     matrix_rate: float = 4e-3
     embedding_rate: float = 4e-3
     weight_decay: float = 0.1
+    balance_weight: float = 0.01  # Of the routers' balance loss; a model without experts has none.
     prompt_weight: float = 0.5  # Loss weight of a prompt's token; an answer's is 1.
     word_noise: float = 0.15  # Share of a prompt's words that are read as random ones.
     generated: int = 1_000_000  # Problems in the corpus, by source.
     resampled: int = 300_000
     original: int = 100_000
     steps: int = 1_000_000
-    shape: ModelConfig = TRAINED_SHAPE
+    shape: ModelConfig | None = None  # Of the model to train; None: the shape of that name.
 
     @classmethod
     def from_arguments(cls, arguments: list[str]) -> "Settings":
-        """Settings from `name=value` words."""
+        """Return the settings from `name=value` words."""
         kinds = {f.name: f.type for f in fields(cls) if f.name != "shape"}
         values = dict(argument.split("=", 1) for argument in arguments)
         return cls(**{name: kinds[name](value) for name, value in values.items()})
@@ -101,8 +119,8 @@ def learning_rate_scale(progress: float, step: int) -> float:
     return min(1.0, (step + 1) / 100) * decay
 
 
-def weighted_loss(model: nn.Module, rows: Tensor, prompt_weight: float, word_noise: float) -> Tensor:
-    """Mean cross-entropy of the next token; rows int32 [batch, length] with prompt marks.
+def weighted_loss(model: LanguageModel, rows: Tensor, prompt_weight: float, word_noise: float) -> tuple[Tensor, Tensor]:
+    """Return the mean cross-entropy of the next token and the balance loss; rows int32 [batch, length] with marks.
 
     A share `word_noise` of the prompts' words is replaced in what the model reads, so that it
     cannot know a problem again by a few rare words. Digits, marks and special tokens stay.
@@ -112,33 +130,28 @@ def weighted_loss(model: nn.Module, rows: Tensor, prompt_weight: float, word_noi
     is_word = marked & (tokens >= FIRST_MERGED_ID)
     replaced = is_word & (torch.rand(tokens.shape, device=tokens.device) < word_noise)
     noise = torch.randint_like(tokens, FIRST_MERGED_ID, VOCAB_SIZE)
-    logits = model(torch.where(replaced, noise, tokens)[:, :-1]).float()
+    logits, balance = model.logits_and_balance(torch.where(replaced, noise, tokens)[:, :-1])
     weights = torch.where(marked[:, 1:], prompt_weight, 1.0)
-    losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
-    return (losses * weights.flatten()).sum() / weights.sum()
+    losses = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    return (losses * weights.flatten()).sum() / weights.sum(), balance
 
 
-def make_optimizers(model: Llama, settings: Settings) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the embedding and the norms."""
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-    muon = torch.optim.Muon(
-        matrices,
-        lr=settings.matrix_rate,
-        weight_decay=settings.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
-    )
+def make_optimizers(model: LanguageModel, settings: Settings) -> list[torch.optim.Optimizer]:
+    """Return Muon for the layers' matrices and AdamW for the embedding and the norms."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim >= 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim < 2 or "embed" in n]
+    muon = StackedMuon(matrices, lr=settings.matrix_rate, weight_decay=settings.weight_decay)
     adam = torch.optim.AdamW(others, lr=settings.embedding_rate, betas=(0.9, 0.95), weight_decay=0.0)
     return [muon, adam]
 
 
-def validation_loss(model: Llama, rows: Tensor) -> float:
-    """Mean loss of the answers' tokens of rows int32 [rows, ROW_LENGTH]."""
+def describe_validation(model: LanguageModel, rows: Tensor) -> str:
+    """Describe the mean loss of the answers' tokens of rows int32 [rows, ROW_LENGTH], and the balance loss."""
     model.eval()
     with torch.no_grad(), torch.autocast(rows.device.type, torch.bfloat16):
-        loss = weighted_loss(model, rows, 0.0, 0.0).item()
+        loss, balance = weighted_loss(model, rows, 0.0, 0.0)
     model.train()
-    return loss
+    return f"validation {loss.item():.4f}" + (f" balance {balance.item():.3f}" if model.config.experts else "")
 
 
 def next_batch(sources: dict[str, RowSource], rows: int, progress: float, step: int) -> Tensor:
@@ -151,7 +164,7 @@ def next_batch(sources: dict[str, RowSource], rows: int, progress: float, step: 
 
 
 def optimize(
-    model: Llama,
+    model: LanguageModel,
     sources: dict[str, RowSource],
     validation: Tensor,
     settings: Settings,
@@ -165,7 +178,8 @@ def optimize(
     for step in range(4):  # Compile for both lengths before the clock starts.
         batch = next_batch(sources, settings.batch_rows, 0.0, step)
         with torch.autocast(batch.device.type, torch.bfloat16):
-            loss_of(model, batch, settings.prompt_weight, settings.word_noise).backward()
+            loss, balance = loss_of(model, batch, settings.prompt_weight, settings.word_noise)
+            (loss + settings.balance_weight * balance).backward()
     started, step, last_report = time.monotonic(), 0, -math.inf
     while step < settings.steps:
         elapsed = time.monotonic() - started
@@ -174,19 +188,16 @@ def optimize(
             break
         batch = next_batch(sources, settings.batch_rows, progress, step)
         with torch.autocast(batch.device.type, torch.bfloat16):
-            loss = loss_of(model, batch, settings.prompt_weight, settings.word_noise)
+            loss, balance = loss_of(model, batch, settings.prompt_weight, settings.word_noise)
         model.zero_grad(set_to_none=True)
-        loss.backward()
+        (loss + settings.balance_weight * balance).backward()
         for optimizer, rate in zip(optimizers, rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate * learning_rate_scale(progress, step)
             optimizer.step()
         step += 1
         if step % 100 == 0 and elapsed - last_report >= 3 * settings.minutes:
             last_report = elapsed
-            report(
-                f"step {step} seconds {elapsed:.0f} loss {loss.item():.4f} "
-                f"validation {validation_loss(model, validation):.4f}"
-            )
+            report(f"step {step} seconds {elapsed:.0f} loss {loss.item():.4f} {describe_validation(model, validation)}")
         elif step % 20 == 0:
             loss.item()  # Keep the queue of work short, so that the clock tells the truth.
     seconds = time.monotonic() - started
@@ -194,13 +205,16 @@ def optimize(
     passes = {name: source.passes for name, source in sources.items()}
     report(
         f"trained {step} steps, {seen} tokens in {seconds:.0f} s ({seen / seconds:.0f} tokens/s); "
-        f"passes {passes}; validation {validation_loss(model, validation):.4f}"
+        f"passes {passes}; {describe_validation(model, validation)}"
     )
     return seen
 
 
 def train(settings: Settings, report: Callable[[str], None] = print) -> None:
     """Make tokenizer and corpus, train, and write everything to `settings.out`."""
+    if settings.shape is None and settings.model not in SHAPES:
+        raise ValueError(f"model={settings.model!r} is not a built-in model: give one of {', '.join(SHAPES)}")
+    shape = settings.shape or SHAPES[settings.model]
     torch.manual_seed(settings.seed)
     torch.set_float32_matmul_precision("high")
     originals = read_problems(settings.data / "train.jsonl")[:-HELD_OUT]
@@ -214,9 +228,9 @@ def train(settings: Settings, report: Callable[[str], None] = print) -> None:
     sources = {name: RowSource(rows, settings.device, generator) for name, rows in corpus.items()}
     held_out = validation_rows(settings.data, tokenizer).astype(np.int32)
     validation = torch.from_numpy(held_out).to(settings.device)
-    model = Llama(settings.shape).to(settings.device)
+    model = LanguageModel(shape).to(settings.device)
     optimize(model, sources, validation, settings, report)
-    save_tokenizer(tokenizer, settings.out, settings.shape.context)
+    save_tokenizer(tokenizer, settings.out, shape.context)
     save_model(model, settings.out)
     report(f"{sum(p.numel() for p in model.parameters())} parameters written")
 
