@@ -71,6 +71,12 @@ def test_what_the_rehearsal_launches_is_compiled_into_the_cache_without_a_device
 
 
 @needs_triton
+def test_the_kernels_of_experts_are_among_them(checkpoint, tmp_path):
+    kernels = set(rehearse(job(checkpoint("qwen3_moe")), tmp_path)["kernels"])
+    assert {"_route", "_count", "_place", "_products", "_sum"} <= kernels
+
+
+@needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # up to 70 compilations
 @pytest.mark.parametrize(
@@ -80,8 +86,10 @@ def test_what_the_rehearsal_launches_is_compiled_into_the_cache_without_a_device
         ({"architecture": "qwen3"}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
         ({"architecture": "qwen2", "use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1}, {}),
         ({"architecture": "llama"}, {"tp_size": 2}),
+        ({"architecture": "gpt_oss"}, {}),
+        ({"architecture": "glm4_moe"}, {"quantization": "fp8"}),
     ],
-    ids=["llama", "fp8", "windows and biases", "two ranks"],
+    ids=["llama", "fp8", "windows and biases", "two ranks", "experts", "experts in fp8"],
 )
 def test_every_kernel_of_a_start_can_be_compiled(checkpoint, tmp_path, model, flags):
     """Triton's interpreter accepts more than its compiler: a variable may change its type there."""

@@ -2,14 +2,15 @@
 
 import torch
 
-from services.worker.described.layer import Activation
-from services.worker.layers import triton_rows  # noqa: F401 (registers the operators)
+from services.worker.described.layer import Activation, RouterConfig
+from services.worker.layers import triton_experts, triton_routing, triton_rows  # noqa: F401 (registers the operators)
+from services.worker.layers.experts import ExpertWeights, Routes
 from services.worker.layers.fp8 import Quantized
 from services.worker.layers.kernels import TorchKernels
 
 
 class CudaKernels(TorchKernels):
-    """Operators for CUDA. Each launches one kernel, even without torch.compile."""
+    """Operators for CUDA. Each but ``mix`` launches one kernel, even without torch.compile."""
 
     def norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
@@ -34,3 +35,11 @@ class CudaKernels(TorchKernels):
 
     def quantize(self, x: torch.Tensor) -> Quantized:
         return Quantized(*torch.ops.tokasaurus.quantize(x))
+
+    def route(self, logits: torch.Tensor, router: RouterConfig, chosen: int, correction: torch.Tensor | None) -> Routes:
+        rules = router.scores, router.normalized, router.groups, router.chosen_groups, router.scale
+        return Routes(*torch.ops.tokasaurus.route(logits, correction, *rules, chosen))
+
+    def mix(self, x: torch.Tensor, routes: Routes, weights: ExpertWeights, activation: Activation) -> torch.Tensor:
+        mixed: torch.Tensor = torch.ops.tokasaurus.mix_experts(x.contiguous(), *routes, *weights, activation)
+        return mixed

@@ -9,7 +9,7 @@ from services.worker.described.layer import Activation, RouterConfig
 from services.worker.layers.activations import gated
 
 # Added to the sum of sigmoids before weights are divided by it, as in transformers.
-_LEAST_SUM = 1e-20
+LEAST_SUM = 1e-20
 
 
 class ExpertWeights(NamedTuple):
@@ -53,7 +53,7 @@ def route(logits: torch.Tensor, router: RouterConfig, chosen: int, correction: t
     weights = scores.gather(1, experts)
     if router.normalized:
         total = weights.sum(dim=-1, keepdim=True)
-        weights = weights / (total + _LEAST_SUM if router.scores == "sigmoid" else total)
+        weights = weights / (total + LEAST_SUM if router.scores == "sigmoid" else total)
     return Routes(experts.int(), weights * router.scale)
 
 

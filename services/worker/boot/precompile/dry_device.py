@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from services.worker.attention import cuda as attention
 from services.worker.attention import flashinfer_spans
 from services.worker.boot.precompile.job import GpuTarget
-from services.worker.layers import triton_rows, triton_skinny
+from services.worker.layers import triton_experts, triton_routing, triton_rows, triton_skinny
 from services.worker.runner.cuda import graphs, pieces
+
+_OPERATORS = (triton_rows, triton_routing, triton_experts)  # each operator is a function of its name
 
 
 class Replacement(NamedTuple):
@@ -106,9 +108,10 @@ class DryTensors(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "tokasaurus":
-            launches = getattr(triton_rows, func._schema.name.partition("::")[2], None)
-            if launches is not None:
-                return launches(*args, **kwargs)
+            name = func._schema.name.partition("::")[2]
+            for module in _OPERATORS:
+                if hasattr(module, name):
+                    return getattr(module, name)(*args, **kwargs)
         if func is torch.ops.aten.copy_.default and not args[0].is_meta and args[1].is_meta:
             return args[0]
         return func(*args, **kwargs)

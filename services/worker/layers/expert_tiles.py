@@ -1,0 +1,59 @@
+"""Tile sizes of the products of ``triton_experts``, by the number of pairs per expert.
+
+``python -m bench.experts mode=tune`` measures them on a device and prints rows for the tables.
+"""
+
+from typing import NamedTuple
+
+# Products of at most this number of pairs read the weights for each pair, without sorting the pairs by expert.
+MOST_STREAMED_PAIRS = 32
+
+
+class Tile(NamedTuple):
+    """The tile sizes and launch options of one product. Sizes are powers of two."""
+
+    outputs: int  # rows of an expert's matrix per program; with the gate, a program has half this number of results
+    inputs: int  # inputs per iteration
+    warps: int
+    stages: int  # pipeline stages, Triton's ``num_stages``
+
+
+class ExpertTiles(NamedTuple):
+    """The options of both products."""
+
+    rows: int  # pairs per block; below 64, the matrix is the first factor of the product
+    group: int  # blocks that follow each other in a group, so that their matrices stay in the L2 cache
+    gate_up: Tile
+    down: Tile
+
+
+_FEW, _MORE, _MANY, _MOST = 8, 24, 96, 1 << 62  # largest number of pairs per expert, on average
+# Measured on an H200 for tables of 2 bytes (16 bits) and 1 byte (fp8).
+_TABLES: dict[int, dict[int, ExpertTiles]] = {
+    2: {
+        _FEW: ExpertTiles(16, 1, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4)),
+        _MORE: ExpertTiles(32, 1, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3)),
+        _MANY: ExpertTiles(64, 4, Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
+        _MOST: ExpertTiles(128, 8, Tile(256, 64, 8, 3), Tile(256, 64, 8, 3)),
+    },
+    1: {
+        _FEW: ExpertTiles(16, 1, Tile(64, 256, 4, 4), Tile(64, 256, 4, 4)),
+        _MORE: ExpertTiles(32, 1, Tile(128, 256, 4, 3), Tile(128, 256, 4, 3)),
+        _MANY: ExpertTiles(64, 4, Tile(128, 128, 4, 4), Tile(128, 128, 4, 4)),
+        _MOST: ExpertTiles(128, 8, Tile(256, 128, 8, 3), Tile(256, 128, 8, 3)),
+    },
+    # float32 has no tensor cores here.
+    4: {_MOST: ExpertTiles(16, 1, Tile(64, 32, 4, 2), Tile(64, 32, 4, 2))},
+}
+
+
+def choose_tiles(pairs: int, experts: int, item: int) -> ExpertTiles:
+    """Return the options for ``pairs`` of ``experts``, with weights of ``item`` bytes."""
+    table = _TABLES[item]
+    return next(tiles for most, tiles in table.items() if pairs <= most * experts)
+
+
+def changes(experts: int, chosen: int, item: int) -> list[int]:
+    """Return the numbers of tokens from which on other kernels run, ascending."""
+    limits = {MOST_STREAMED_PAIRS, *(most * experts for most in _TABLES[item])}
+    return sorted(most // chosen + 1 for most in limits if most < _MOST)

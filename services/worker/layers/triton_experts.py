@@ -1,0 +1,229 @@
+"""Kernels for the products of a mixture of experts on CUDA.
+
+Pairs of a token with one of its experts are sorted by expert, so that a program multiplies rows by the weights of one
+expert. A row's result does not depend on the other rows of its program.
+
+The buffers have a row per pair, for any routing: the memory of a step depends on its number of tokens alone. So the
+largest step that the boot runs proves that the memory suffices, also if all tokens choose the same expert.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from services.worker.described.layer import Activation
+from services.worker.layers.expert_tiles import MOST_STREAMED_PAIRS, ExpertTiles, Tile, choose_tiles
+from services.worker.layers.experts import ExpertWeights, Routes
+from services.worker.layers.operators import operator
+from services.worker.layers.triton_activations import gated
+from services.worker.layers.triton_routing import Blocks, sort_pairs
+from services.worker.layers.triton_rows import quantize
+
+_STREAMED_ROWS = 16  # the smallest number of rows of a product on tensor cores
+_FEWEST_ROWS_FIRST = 64  # with fewer rows, the matrix is the first factor, as tensor cores of Hopper need 64 rows
+_SUMMED = 4096  # values per program of the sum
+
+
+@triton.jit(do_not_specialize=["first", "pairs"])
+def _products(x, x_scale, matrices, scales, biases, output, sorted_pairs, block_experts, block_count, first, pairs,
+              EXPERTS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SHARED_BY: tl.constexpr,
+              ACTIVATION: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, STREAMED: tl.constexpr,
+              MATRIX_FIRST: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCK_OUT: tl.constexpr,
+              BLOCK_IN: tl.constexpr):  # fmt: skip
+    """Multiply a block of pairs by ``BLOCK_OUT`` rows of its expert's matrix. Grid: ``(blocks * tiles,)``.
+
+    ``SHARED_BY``: number of consecutive pairs that have the same row of ``x``. ``ACTIVATION``: None, or the activation
+    of the gate; rows of gate and up then alternate in a tile. ``SCALED``: rows and matrices are in fp8. ``STREAMED``:
+    each pair is a block, and ``block_experts`` are the experts of the pairs, counted over all ranks.
+    """
+    GATED: tl.constexpr = ACTIVATION is not None
+    RESULTS: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
+    SIZE: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
+    TILES: tl.constexpr = (SIZE + RESULTS - 1) // RESULTS
+    EVEN: tl.constexpr = INPUTS % BLOCK_IN == 0
+
+    program = tl.program_id(0)
+    members = tl.arange(0, ROWS)
+    if STREAMED:
+        block = program // TILES
+        tile = program % TILES
+        expert = tl.load(block_experts + block) - first
+        if (expert < 0) | (expert >= EXPERTS):
+            return
+        pair = block + members * 0
+        used = members == 0
+    else:
+        count = tl.load(block_count)
+        if program >= count * TILES:
+            return
+        before = program // (GROUP * TILES) * GROUP
+        size = tl.minimum(count - before, GROUP)
+        block = before + program % (GROUP * TILES) % size
+        tile = program % (GROUP * TILES) // size
+        expert = tl.load(block_experts + block)
+        pair = tl.load(sorted_pairs + block * ROWS + members)
+        used = pair < pairs
+        pair = tl.minimum(pair, pairs - 1)  # rows without a pair compute what another row does
+
+    lines = tl.arange(0, BLOCK_OUT)
+    if GATED:
+        source = tl.minimum(tile * RESULTS + lines // 2, SIZE - 1) + (lines % 2) * SIZE
+    else:
+        source = tl.minimum(tile * RESULTS + lines, SIZE - 1)
+    offsets = tl.arange(0, BLOCK_IN)
+    row = pair // SHARED_BY
+    rows = x + row.to(tl.int64) * INPUTS
+    lines_of_expert = expert.to(tl.int64) * OUTPUTS + source
+    matrix = matrices + lines_of_expert * INPUTS
+    total = tl.zeros((BLOCK_OUT, ROWS) if MATRIX_FIRST else (ROWS, BLOCK_OUT), tl.float32)
+    for start in range(0, INPUTS, BLOCK_IN):
+        columns = start + offsets
+        if MATRIX_FIRST:
+            if EVEN:
+                left = tl.load(matrix[:, None] + columns[None, :])
+                right = tl.load(rows[None, :] + columns[:, None])
+            else:
+                left = tl.load(matrix[:, None] + columns[None, :], (columns < INPUTS)[None, :], other=0.0)
+                right = tl.load(rows[None, :] + columns[:, None], (columns < INPUTS)[:, None], other=0.0)
+        else:
+            if EVEN:
+                left = tl.load(rows[:, None] + columns[None, :])
+                right = tl.load(matrix[None, :] + columns[:, None])
+            else:
+                left = tl.load(rows[:, None] + columns[None, :], (columns < INPUTS)[None, :], other=0.0)
+                right = tl.load(matrix[None, :] + columns[:, None], (columns < INPUTS)[:, None], other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+
+    if MATRIX_FIRST:
+        total = tl.trans(total)
+    if SCALED:
+        total = total * tl.load(x_scale + row)[:, None] * tl.load(scales + lines_of_expert)[None, :]
+    if BIAS:
+        total += tl.load(biases + lines_of_expert).to(tl.float32)[None, :]
+    if GATED:
+        gate, up = tl.split(tl.reshape(total, (ROWS, RESULTS, 2)))
+        total = gated(gate, up, ACTIVATION)
+    results = tile * RESULTS + tl.arange(0, RESULTS)
+    kept = used[:, None] & (results < SIZE)[None, :]
+    tl.store(output + pair.to(tl.int64)[:, None] * SIZE + results[None, :], total.to(output.dtype.element_ty), kept)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _sum(rows, experts, weights, output, first, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, SIZE: tl.constexpr,
+         CHOSEN_WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write the weighted sum of a token's rows, without experts of other ranks. Grid: ``(tokens, columns)``."""
+    token = tl.program_id(0).to(tl.int64)
+    columns, slots = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHOSEN_WIDTH)
+    pairs, inside = token * CHOSEN + slots, columns < SIZE
+    expert = tl.load(experts + pairs, slots < CHOSEN, other=-1) - first
+    here = (slots < CHOSEN) & (expert >= 0) & (expert < EXPERTS)
+    weight = tl.load(weights + pairs, here, other=0.0)
+    values = tl.load(rows + pairs[:, None] * SIZE + columns[None, :], here[:, None] & inside[None, :], other=0.0)
+    total = tl.sum(values.to(tl.float32) * weight[:, None], axis=0)
+    tl.store(output + token * SIZE + columns, total.to(output.dtype.element_ty), inside)
+
+
+class _Grouping(NamedTuple):
+    """The pairs of a step in the order in which programs multiply them."""
+
+    pairs: int
+    chosen: int
+    first: int
+    blocks: Blocks | None  # None: each pair is a block
+    experts: torch.Tensor  # [tokens, chosen] int32
+    tiles: ExpertTiles
+
+    @property
+    def most_blocks(self) -> int:
+        """The number of blocks of the worst routing."""
+        return self.pairs if self.blocks is None else self.blocks.experts.shape[0]
+
+
+@operator(
+    "mix_experts(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias,"
+    " Tensor? down_bias, int first, Tensor? gate_up_scale, Tensor? down_scale, str activation) -> Tensor",
+    lambda x, *_: torch.empty_like(x),
+    "CUDA",
+)
+def mix_experts(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    first: int,
+    gate_up_scale: torch.Tensor | None,
+    down_scale: torch.Tensor | None,
+    activation: Activation,
+) -> torch.Tensor:
+    """Return what ``layers.experts.mix`` does, for contiguous tensors of the fields of its arguments.
+
+    With fp8 weights, the inputs of both products are quantized by rows.
+    """
+    return mix_with_tiles(
+        x,
+        Routes(experts, weights),
+        ExpertWeights(gate_up, down, gate_up_bias, down_bias, first, gate_up_scale, down_scale),
+        activation,
+        choose_tiles(experts.numel(), gate_up.shape[0], gate_up.itemsize),
+        streamed=experts.numel() <= MOST_STREAMED_PAIRS,
+    )
+
+
+def mix_with_tiles(
+    x: torch.Tensor,
+    routes: Routes,
+    weights: ExpertWeights,
+    activation: Activation,
+    tiles: ExpertTiles,
+    *,
+    streamed: bool,
+) -> torch.Tensor:
+    """Return ``mix_experts`` with the given options. ``streamed``: read the weights of each pair, without sorting."""
+    pairs, count, (tokens, chosen) = routes.experts.numel(), weights.gate_up.shape[0], routes.experts.shape
+    blocks = None if streamed else sort_pairs(routes.experts, weights.first, count, tiles.rows)
+    if streamed:
+        tiles = tiles._replace(rows=_STREAMED_ROWS)
+    grouping = _Grouping(pairs, chosen, weights.first, blocks, routes.experts, tiles)
+    width, hidden = weights.down.shape[2], weights.down.shape[1]
+    inner, rows = x.new_empty(pairs, width), x.new_empty(pairs, hidden)
+    _launch(grouping, x, weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, inner, activation)
+    _launch(grouping, inner, weights.down, weights.down_scale, weights.down_bias, rows, None)
+    output, chosen_width = torch.empty_like(x), triton.next_power_of_2(chosen)
+    block = min(_SUMMED // chosen_width, triton.next_power_of_2(hidden))
+    _sum[(tokens, triton.cdiv(hidden, block))](
+        rows, routes.experts, routes.weights, output, weights.first, EXPERTS=count, CHOSEN=chosen, SIZE=hidden,
+        CHOSEN_WIDTH=chosen_width, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return output
+
+
+def _launch(
+    grouping: _Grouping,
+    x: torch.Tensor,
+    matrices: torch.Tensor,
+    scales: torch.Tensor | None,
+    biases: torch.Tensor | None,
+    output: torch.Tensor,
+    activation: Activation | None,
+) -> None:
+    """Write the products of all pairs to ``output [pairs, size]``. ``x`` has a row per token, or per pair."""
+    blocks, tiles = grouping.blocks or Blocks(*[grouping.experts] * 3), grouping.tiles
+    tile: Tile = tiles.down if activation is None else tiles.gate_up
+    shared_by = grouping.pairs // x.shape[0]
+    x_scale = x
+    if scales is not None:
+        x, x_scale = quantize(x)
+    experts, outputs, inputs = matrices.shape
+    results = tile.outputs if activation is None else tile.outputs // 2
+    _products[(grouping.most_blocks * triton.cdiv(output.shape[1], results),)](
+        x, x_scale, matrices, x if scales is None else scales, x if biases is None else biases, output, *blocks,
+        grouping.first, grouping.pairs, EXPERTS=experts, OUTPUTS=outputs, INPUTS=inputs, SHARED_BY=shared_by,
+        ACTIVATION=activation, SCALED=scales is not None, BIAS=biases is not None, STREAMED=grouping.blocks is None,
+        MATRIX_FIRST=tiles.rows < _FEWEST_ROWS_FIRST, ROWS=tiles.rows, GROUP=tiles.group, BLOCK_OUT=tile.outputs,
+        BLOCK_IN=tile.inputs, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip

@@ -1,0 +1,244 @@
+"""The kernels for mixtures of experts on CUDA, against plain torch."""
+
+import pytest
+import torch
+
+from services.worker.described.layer import RouterConfig
+from services.worker.layers import experts as plain
+from services.worker.layers.activations import gated
+from services.worker.layers.experts import ExpertWeights, Routes
+from services.worker.layers.fp8 import quantize_rows
+from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
+
+pytestmark = [needs_triton, pytest.mark.usefixtures("triton_ready")]
+
+ROUTERS = {
+    "softmax": RouterConfig(),
+    "normalized": RouterConfig(normalized=True, scale=2.5),
+    "softmax of chosen": RouterConfig(scores="softmax_of_chosen"),
+    "sigmoid": RouterConfig(scores="sigmoid"),
+    "sigmoid with correction": RouterConfig(scores="sigmoid", normalized=True, correction_bias=True, scale=1.5),
+    "groups": RouterConfig(scores="sigmoid", normalized=True, correction_bias=True, groups=4, chosen_groups=2),
+    "groups of softmax": RouterConfig(groups=4, chosen_groups=3),
+}
+# The interpreter multiplies no numbers of bfloat16.
+HALF = torch.float16 if INTERPRETED else torch.bfloat16
+ACTIVATIONS = ["silu", "gelu_tanh", "relu_squared", "clamped_swiglu"]
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def check_route(logits: torch.Tensor, router: RouterConfig, chosen: int) -> None:
+    from services.worker.layers.cuda_kernels import CudaKernels
+    from services.worker.layers.triton_routing import route
+
+    correction = random(logits.shape[1], seed=3) if router.correction_bias else None
+    expected = plain.route(logits, router, chosen, correction)
+    rules = router.scores, router.normalized, router.groups, router.chosen_groups, router.scale
+    found = Routes(*route(logits, correction, *rules, chosen))
+    assert found.experts.dtype == torch.int32
+    assert torch.equal(found.experts, expected.experts)
+    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-7, equal_nan=True)
+    if not INTERPRETED:
+        as_operator = CudaKernels().route(logits, router, chosen, correction)
+        assert torch.equal(as_operator.experts, expected.experts)
+
+
+@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
+@pytest.mark.parametrize(("count", "chosen"), [(128, 8), (12, 3), (20, 1)])
+def test_routes(router, count, chosen):
+    check_route(random(5, count), router, chosen)
+    check_route(random(2, count, seed=1, dtype=torch.bfloat16), router, chosen)  # equal scores are likely
+
+
+@pytest.mark.parametrize(("count", "chosen"), [(1024, 32), (8, 8), (1, 1), (513, 10)])
+def test_routes_of_many_and_few_experts(count, chosen):
+    check_route(random(2, count), ROUTERS["normalized"], chosen)
+
+
+def test_of_equal_scores_the_expert_with_the_lower_number_comes_first():
+    logits = torch.tensor([[0.0, -0.0, 0.0, -0.0, 1.0, -torch.inf], [-torch.inf] * 5 + [0.0]], device=DEVICE)
+    for router in (ROUTERS["softmax"], ROUTERS["softmax of chosen"], ROUTERS["sigmoid"]):
+        check_route(logits, router, 4)
+    check_route(torch.zeros(2, 32, device=DEVICE), ROUTERS["groups of softmax"], 6)
+
+
+def test_what_is_no_number_still_chooses_experts_that_exist():
+    from services.worker.layers.triton_routing import route
+
+    logits = random(3, 20)
+    logits[1] = torch.nan
+    for router in ROUTERS.values():
+        correction = random(20, seed=3) if router.correction_bias else None
+        experts, weights = route(
+            logits, correction, router.scores, router.normalized, router.groups, router.chosen_groups, router.scale, 3
+        )
+        assert ((experts >= 0) & (experts < 20)).all()
+        assert all(len(set(row)) == 3 for row in experts.tolist())
+        assert weights[1].isnan().all()
+        assert weights[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize(
+    ("first", "count", "tokens"), [(0, 6, 40), (2, 3, 40), (4, 2, 1), (0, 6, 300), (5, 1, 300)], ids=str
+)
+def test_pairs_are_in_blocks_of_their_expert(rows, first, count, tokens):
+    from services.worker.layers.triton_routing import most_blocks, sort_pairs
+
+    chosen, generator = 2, torch.Generator().manual_seed(tokens)
+    experts = torch.stack([torch.randperm(6, generator=generator)[:chosen] for _ in range(tokens)])
+    for case in (experts, experts * 0 + torch.arange(chosen), experts * 0 + first):
+        found = sort_pairs(case.int().to(DEVICE), first, count, rows)
+        used = int(found.used)
+        assert used <= most_blocks(case.numel(), count, rows) == len(found.experts)
+        pairs, of_block = found.pairs.view(-1, rows)[:used].tolist(), found.experts[:used].tolist()
+        assert of_block == sorted(of_block)
+        held: dict[int, list[int]] = {}
+        for expert, block in zip(of_block, pairs, strict=True):
+            held.setdefault(expert + first, []).extend(block)
+        flat = case.flatten().tolist()
+        for expert in range(first, first + count):
+            own = [pair for pair, each in enumerate(flat) if each == expert]
+            padding = -len(own) % rows
+            assert held.get(expert, []) == own + [len(flat)] * padding
+
+
+def test_the_number_of_blocks_does_not_depend_on_the_routing():
+    """The bound is reached by the worst routing: as many experts as possible have one row more than fills a block."""
+    from services.worker.layers.triton_routing import most_blocks
+
+    for pairs, experts, rows in ((1, 8, 16), (7, 8, 16), (500, 8, 16), (4096, 128, 64), (100, 1, 16)):
+        used = min(pairs, experts)
+        worst = [1] * used
+        worst[0] += pairs - used  # one expert has all others
+        counts = [worst, [pairs], [pairs // used] * (used - 1) + [pairs - pairs // used * (used - 1)]]
+        needed = [sum(-(-count // rows) for count in each) for each in counts]
+        assert max(needed) <= most_blocks(pairs, experts, rows) <= pairs
+    assert most_blocks(100, 1, 16) == 7
+    assert most_blocks(8 * 17, 8, 16) == 16
+
+
+class Case:
+    """Random experts, and the tokens that they get."""
+
+    def __init__(
+        self, tokens: int, *, hidden: int = 48, width: int = 40, experts: int = 6, chosen: int = 2,
+        held: range | None = None, biases: bool = False, dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        held = held or range(experts)
+        count = len(held)
+        self.x = random(tokens, hidden, dtype=dtype)
+        self.routes = plain.route(random(tokens, experts, seed=1), RouterConfig(normalized=True), chosen, None)
+        self.weights = ExpertWeights(
+            random(count, 2 * width, hidden, seed=2, dtype=dtype) / 4,
+            random(count, hidden, width, seed=3, dtype=dtype) / 4,
+            random(count, 2 * width, seed=4, dtype=dtype) if biases else None,
+            random(count, hidden, seed=5, dtype=dtype) if biases else None,
+            held.start,
+        )
+
+    def mixed(self, activation: str = "silu") -> torch.Tensor:
+        from services.worker.layers.triton_experts import mix_experts
+
+        return mix_experts(self.x, *self.routes, *self.weights, activation)
+
+    def expected(self, activation: str = "silu") -> torch.Tensor:
+        return plain.mix(self.x, self.routes, self.weights, activation)
+
+    def check(self, activation: str = "silu", rtol: float = 1e-4, atol: float = 1e-4) -> None:
+        torch.testing.assert_close(self.mixed(activation), self.expected(activation), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_mixture(activation, biases):
+    Case(5, biases=biases).check(activation)
+    Case(37, biases=biases).check(activation)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17, 130])
+def test_a_mixture_of_few_and_many_tokens(tokens):
+    Case(tokens, dtype=HALF, biases=True).check(rtol=2e-2, atol=4e-2)
+
+
+def test_a_mixture_with_blocks_of_every_size():
+    """The tables' tiles depend on the number of pairs per expert."""
+    from services.worker.layers.expert_tiles import changes
+
+    for tokens in changes(2, 2, 2):
+        for count in (tokens - 1, tokens):
+            Case(count, experts=2, dtype=HALF, hidden=32, width=16).check(rtol=2e-2, atol=4e-2)
+
+
+@pytest.mark.parametrize("tokens", [3, 100])
+def test_all_tokens_to_one_expert(tokens):
+    case = Case(tokens, chosen=1)
+    case.routes.experts.fill_(4)
+    case.check()
+
+
+@pytest.mark.parametrize("tokens", [3, 60])
+@pytest.mark.parametrize("held", [range(3), range(3, 6), range(5, 6)], ids=str)
+def test_a_rank_with_some_of_the_experts(tokens, held):
+    Case(tokens, held=held, biases=True).check()
+
+
+def test_a_rank_none_of_whose_experts_is_chosen():
+    for tokens in (3, 60):
+        case = Case(tokens, held=range(3), chosen=1)
+        case.routes.experts.fill_(5)
+        assert (case.mixed() == 0).all()
+
+
+def test_the_sum_of_ranks_is_the_whole():
+    whole = Case(60)
+    parts = []
+    for held in (range(2), range(2, 6)):
+        case = Case(60, held=held)
+        case.weights = whole.weights._replace(
+            gate_up=whole.weights.gate_up[held.start : held.stop], down=whole.weights.down[held.start : held.stop],
+            first=held.start,
+        )  # fmt: skip
+        parts.append(case.mixed())
+    torch.testing.assert_close(sum(parts), whole.expected(), rtol=1e-4, atol=1e-4)
+
+
+def quantized_mix(case: Case, activation: str) -> torch.Tensor:
+    """Return the mixture with the inputs of both products quantized by rows."""
+    weights, total = case.weights, torch.zeros(case.x.shape, device=DEVICE)
+    x = dequantized(case.x)
+    for index in range(len(weights.down)):
+        tokens, choices = torch.where(case.routes.experts == weights.first + index)
+        if not len(tokens):
+            continue
+        inner = x[tokens] @ (weights.gate_up[index].float() * weights.gate_up_scale[index].unsqueeze(1)).t()
+        inner = inner if weights.gate_up_bias is None else inner + weights.gate_up_bias[index]
+        inner = dequantized(gated(inner, activation).to(case.x.dtype))
+        rows = inner @ (weights.down[index].float() * weights.down_scale[index].unsqueeze(1)).t()
+        rows = rows if weights.down_bias is None else rows + weights.down_bias[index]
+        total.index_add_(0, tokens, rows * case.routes.weights[tokens, choices].unsqueeze(1))
+    return total
+
+
+def dequantized(rows: torch.Tensor) -> torch.Tensor:
+    from services.worker.layers.triton_rows import quantize
+
+    values, scale = quantize(rows)
+    return values.float() * scale
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("tokens", [3, 60])
+def test_a_mixture_in_fp8(tokens, biases):
+    case = Case(tokens, biases=biases, hidden=64, width=48, dtype=HALF, held=range(1, 5))
+    parts = {}
+    for name in ("gate_up", "down"):
+        whole = getattr(case.weights, name)
+        values, scale = quantize_rows(whole.flatten(0, 1))
+        parts |= {name: values.view(whole.shape), f"{name}_scale": scale.view(whole.shape[:2])}
+    case.weights = case.weights._replace(**parts)
+    found, expected = case.mixed("clamped_swiglu").float(), quantized_mix(case, "clamped_swiglu")
+    assert (found - expected).norm() / expected.norm() < 0.02
