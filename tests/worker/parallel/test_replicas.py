@@ -43,6 +43,9 @@ CASES = [
 # Where there are ranks to shard over, both ways to exchange.
 CASES = [(*case, sharded) for case in CASES for sharded in (False, True) if case[1] > 1 or not sharded]
 QUICK = {("llama", 2, 1), ("llama", 1, 2), ("tied", 2, 2), ("norms of all heads", 2, 1), ("shared experts", 2, 1)}
+EXPERT_CASES = [(name, 2, 1) for name in ("experts", "mixtral", "sinks", "shared experts")]
+EXPERT_CASES += [("experts", 4, 1), ("experts", 2, 2)]
+EXPERT_CASES = [(*case, sharded) for case in EXPERT_CASES for sharded in (False, True)]
 LENGTHS = (1, 16, 17, 45)
 TOKENS = 6
 
@@ -69,9 +72,28 @@ def test_tokens_and_logits_are_those_of_transformers(
     directory = checkpoint(architecture, **arguments)
     replica = replica_of(tp_size, pp_size, directory, 1 if sharded else 10**6)
     replica.parts = min(2, pp_size)
+    assert_as_in_transformers(replica, reference(directory))
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size", "pp_size", "sharded"),
+    [case if case[0] == "sinks" else pytest.param(*case, marks=pytest.mark.slow) for case in EXPERT_CASES],
+)
+def test_ranks_with_whole_experts_give_the_tokens_of_transformers(
+    name, tp_size, pp_size, sharded, checkpoint, reference, replica_of
+):
+    """A rank has some of the experts, and the other ranks' tokens pass through them too."""
+    architecture, arguments = MODELS[name]
+    directory = checkpoint(architecture, **arguments)
+    replica = replica_of(tp_size, pp_size, directory, 1 if sharded else 10**6, expert_parallel=True)
+    replica.parts = min(2, pp_size)
+    assert_as_in_transformers(replica, reference(directory))
+
+
+def assert_as_in_transformers(replica, model: torch.nn.Module) -> None:
+    """Fail unless greedy tokens are those of ``model``, and log-probabilities are within 1e-4."""
     driver, prompts = Driver(replica), [prompt_of(length, length) for length in LENGTHS]
     answers = driver.generate(prompts, TOKENS, chunk=20, logprobs=True)
-    model = reference(directory)
     for slot, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
         logits = expected_logits(model, prompt, tokens)
         assert logits.argmax(-1).tolist() == tokens
