@@ -1,5 +1,6 @@
 """8-bit weights and activations."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,9 @@ from services.worker.layers.kernels import TorchKernels
 from services.worker.layers.linear import Linear
 from services.worker.models import weights
 from services.worker.models.decoder import DecoderModel
+from tests.checkpoints import ARCHITECTURES
+from tests.worker.driver import Driver, admission, batch
+from tests.worker.parallel.jobs import run_on
 from tests.worker.small_models import CPU, one_sequence, small_config, small_model
 
 
@@ -117,6 +121,30 @@ def test_checkpoints_are_quantized_as_they_are_loaded(tied, checkpoint):
         rows, scale = quantize_rows(weight)
         assert torch.equal(linear.weight.float(), rows.float())
         assert torch.equal(linear.scale.t(), scale)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_runs_with_quantized_weights(architecture, checkpoint, runner_for):
+    """Logits of most prompts are near the exact ones. Of some, the router chooses other experts.
+
+    Each size of the checkpoint is a multiple of 16.
+    """
+    directory, errors = checkpoint(architecture, vocab_size=416), []
+    for seed in range(8):
+        prompt = np.random.default_rng(seed).integers(2, 390, 10 + seed).tolist()
+        exact, quantized = (
+            step_logits(runner_for(directory, quantization=quantization), prompt) for quantization in ("none", "fp8")
+        )
+        errors.append(float((quantized - exact).norm() / exact.norm()))
+    assert 0 < np.median(errors) < 0.2
+
+
+def step_logits(driver: Driver, prompt: list[int]) -> torch.Tensor:
+    """Return the logits after ``prompt``, ``[1, vocab_size]``."""
+    plan = driver.plan(admissions=(admission(0, prompt, [0, 1]),), batch=batch([0], [len(prompt)]))
+    [(_, logits)] = run_on(driver.runner, [plan])
+    assert logits is not None
+    return logits
 
 
 @pytest.mark.parametrize(
