@@ -93,8 +93,13 @@ def _local_layer(layer: LayerConfig, ranks: Ranks) -> LayerConfig:
 def refuse_unshareable(config: ModelConfig, tp_size: int, *, expert_parallel: bool = False) -> None:
     """Raise ``InvalidRequest`` if the model cannot be split equally among ``tp_size`` ranks.
 
-    With ``expert_parallel``, ranks have whole experts.
+    With ``expert_parallel``, ranks have whole experts, so a model without experts is refused.
     """
+    if expert_parallel and not config.experts:
+        raise InvalidRequest(
+            "flag expert_parallel=T: the model has no experts, only dense layers; leave the flag out",
+            field="expert_parallel",
+        )
     sizes = _shared_sizes(config, expert_parallel)
     for name, size in sizes.items():
         if size % tp_size:

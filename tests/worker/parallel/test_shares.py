@@ -27,6 +27,11 @@ def everyone(tp_size: int) -> list[Ranks]:
     return [Ranks(tp_rank, tp_size) for tp_rank in range(tp_size)]
 
 
+def test_whole_experts_need_experts():
+    with pytest.raises(InvalidRequest, match="expert_parallel=T: the model has no experts, only dense layers"):
+        refuse_unshareable(small_config(), 2, expert_parallel=True)
+
+
 def test_ranks_are_numbered_stage_by_stage():
     grid = [Ranks(tp_rank, 3, pp_rank, 2) for pp_rank in range(2) for tp_rank in range(3)]
     assert [ranks.index for ranks in grid] == list(range(6))
