@@ -1,0 +1,110 @@
+"""The experts of a layer for ``bench.experts``: published shapes, random inputs, and other libraries' kernels."""
+
+from typing import NamedTuple
+
+import torch
+
+from services.worker.described.layer import Activation
+from services.worker.layers.activations import gated
+from services.worker.layers.experts import ExpertWeights, Routes
+from services.worker.layers.fp8 import FP8, LARGEST
+
+
+class Shape(NamedTuple):
+    """The experts of a published model."""
+
+    hidden: int
+    width: int
+    experts: int
+    chosen: int
+    activation: Activation = "silu"
+    biases: bool = False
+
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(2048, 768, 128, 8),
+    "gpt-oss-20b": Shape(2880, 2880, 32, 4, "clamped_swiglu", biases=True),
+    "mixtral-8x7b": Shape(4096, 14336, 8, 2),
+    "tiny": Shape(64, 48, 8, 2),
+}
+
+
+class Layer(NamedTuple):
+    """The input of one measurement."""
+
+    x: torch.Tensor
+    routes: Routes
+    weights: ExpertWeights
+
+
+def torch_mix(shape: Shape, layer: Layer) -> torch.Tensor:
+    """Return the mixture by torch's grouped products, without a wait of the host."""
+    from services.worker.layers.triton_rows import gate, quantize
+
+    x, routes, weights = layer
+    chosen, count = routes.experts.shape[1], len(weights.down)
+    experts, order = routes.experts.flatten().sort(stable=True)
+    ends = torch.searchsorted(experts, torch.arange(count, device=x.device, dtype=torch.int32), right=True).int()
+
+    def product(rows: torch.Tensor, name: str) -> torch.Tensor:
+        matrices, scales, biases = (getattr(weights, name + suffix) for suffix in ("", "_scale", "_bias"))
+        if scales is None:
+            result = torch.nn.functional.grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
+        else:
+            rows, scale = quantize(rows)
+            result = torch.ops.aten._scaled_grouped_mm(  # noqa: SLF001 (torch has no public name for it)
+                rows,
+                matrices.transpose(1, 2),
+                scale.flatten(),
+                scales,
+                offs=ends,
+                out_dtype=x.dtype,
+                use_fast_accum=True,
+            )
+        return result if biases is None else result + biases[experts]
+
+    inner = product(x[order // chosen], "gate_up")
+    plain = shape.activation == "clamped_swiglu"
+    inner = gated(inner, shape.activation) if plain else gate(inner, shape.activation)
+    rows = torch.empty(len(order), shape.hidden, dtype=x.dtype, device=x.device)
+    rows[order] = product(inner, "down")
+    return torch.einsum("tch,tc->th", rows.view(len(x), chosen, -1), routes.weights.to(x.dtype))
+
+
+def flashinfer_mix(layer: Layer) -> torch.Tensor:
+    """Return the mixture by FlashInfer, of weights in bf16 without biases."""
+    from flashinfer.fused_moe import cutlass_fused_moe
+
+    x, (experts, scores), weights = layer
+    result = cutlass_fused_moe(x, experts, scores, weights.gate_up, weights.down, x.dtype, quant_scales=[])
+    return result[0] if isinstance(result, list | tuple) else result
+
+
+def _random(size: tuple[int, ...], seed: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+
+def make_weights(shape: Shape, fp8: bool, seed: int) -> ExpertWeights:
+    """Return random experts in bf16 or fp8."""
+    sizes = (shape.experts, 2 * shape.width, shape.hidden), (shape.experts, shape.hidden, shape.width)
+    gate_up, down = (_random(size, seed).div_(size[2] ** 0.5) for size in sizes)
+    biases = [_random(size[:2], seed) for size in sizes] if shape.biases else [None, None]
+    if not fp8:
+        return ExpertWeights(gate_up, down, *biases)
+    # One scale for all rows suffices for random weights. No row exceeds six standard deviations by much.
+    scales = [torch.full(size[:2], 6 / size[2] ** 0.5 / LARGEST, device="cuda") for size in sizes]
+    gate_up, down = (
+        (w / s[0, 0]).clamp_(-LARGEST, LARGEST).to(FP8) for w, s in zip((gate_up, down), scales, strict=True)
+    )
+    return ExpertWeights(gate_up, down, *biases, 0, *scales)
+
+
+def make_layer(shape: Shape, tokens: int, skew: float, weights: ExpertWeights, seed: int) -> Layer:
+    """Return ``tokens`` random rows with experts that are drawn with probabilities ``1 / rank ** skew``."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    logits = -skew * torch.log(1 + torch.randperm(shape.experts, generator=generator, device="cuda").float())
+    gumbel = -torch.empty(tokens, shape.experts, device="cuda").exponential_(generator=generator).log()
+    values, experts = (logits + gumbel).topk(shape.chosen)
+    routes = Routes(experts.int().contiguous(), values.softmax(dim=-1))
+    return Layer(_random((tokens, shape.hidden), seed), routes, weights)

@@ -1,0 +1,166 @@
+"""Measure the experts' kernels of one layer: ``python -m bench.experts [shape=qwen3-30b-a3b] [weights=bf16|fp8]
+[tokens=1,64,512,4096,16384] [skew=1.0] [mode=compare|tune] [seconds=30]``.
+
+Weights and rows are random. A token's experts are drawn without replacement, with probabilities ``1 / rank ** skew``.
+For each number of tokens, ``mode=compare`` prints the time from the rows and their routes to the mixture, of our
+kernels and of other libraries in the same run: torch's grouped products, and FlashInfer's if ``flashinfer=T``.
+``mode=tune`` searches for ``seconds`` for the fastest tiles instead and prints rows for ``layers/expert_tiles.py``.
+Each measurement cycles through several layers, so that the weights do not stay in the L2 cache.
+The last line is one JSON object.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from triton.errors import TritonError
+
+from bench.expert_layers import SHAPES, Layer, Shape, flashinfer_mix, make_layer, make_weights, torch_mix
+from bench.local_worker import refuse
+from bench.server import report
+from services.common.config import from_command_line
+from services.common.flags import Config, Float, Int
+from services.worker.layers.expert_tiles import MOST_STREAMED_PAIRS, ExpertTiles, choose_tiles
+
+_ROUNDS = 5
+_RUN_S = 0.05  # of a measurement, at least
+_OTHERS = {"rows": (16, 32, 64, 128), "group": (1, 4, 8, 16)}
+_OTHERS_OF_A_TILE = {
+    "outputs": (32, 64, 128, 256),
+    "inputs": (32, 64, 128, 256),
+    "warps": (4, 8),
+    "stages": (2, 3, 4, 5),
+}
+
+
+class BenchConfig(Config):
+    """The flags."""
+
+    shape: Literal["qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b", "tiny"] = "qwen3-30b-a3b"
+    weights: Literal["bf16", "fp8"] = "bf16"
+    tokens: str = Field("1,64,512,4096,16384", pattern=r"^[1-9]\d*(,[1-9]\d*)*$", description="numbers of tokens")
+    skew: Float = Field(1.0, ge=0, description="exponent of the experts' probabilities; 0: all are equally likely")
+    layers: Int = Field(4, ge=1, description="layers that each measurement cycles through")
+    mode: Literal["compare", "tune"] = "compare"
+    seconds: Float = Field(30, gt=0, description="duration of the search, per number of tokens")
+    flashinfer: bool = Field(False, description="also measure FlashInfer, which may compile its kernels for minutes")
+
+
+Run = Callable[[Layer], torch.Tensor]
+
+
+def main() -> None:
+    """Measure, print a table, and a JSON object as the last line."""
+    config = from_command_line(BenchConfig)
+    if not torch.cuda.is_available():
+        refuse("bench.experts needs a CUDA device")
+    shape, figures = SHAPES[config.shape], []
+    layers = [make_weights(shape, config.weights == "fp8", seed) for seed in range(config.layers)]
+    print(f"{config.shape}, {config.weights}, skew {config.skew}, on {torch.cuda.get_device_name()}")
+    for tokens in map(int, config.tokens.split(",")):
+        inputs = [
+            make_layer(shape, tokens, config.skew, *each) for each in zip(layers, range(config.layers), strict=True)
+        ]
+        measure = _tune if config.mode == "tune" else _compare
+        figures.append({"tokens": tokens, **measure(config, shape, inputs)})
+    report({"shape": config.shape, "weights": config.weights, "skew": config.skew, "figures": figures})
+
+
+def _compare(config: BenchConfig, shape: Shape, layers: list[Layer]) -> dict[str, Any]:
+    from services.worker.layers.cuda_kernels import CudaKernels
+
+    kernels = CudaKernels()
+    runs: dict[str, Run] = {
+        "ours": lambda layer: kernels.mix(*layer, shape.activation),
+        "torch": partial(torch_mix, shape),
+    }
+    if config.flashinfer:
+        runs["flashinfer"] = flashinfer_mix
+    figures: dict[str, Any] = {name: _measured(run, layers) for name, run in runs.items()}
+    ours, pairs = figures["ours"], layers[0].routes.experts.numel()
+    used = sum(len(layer.routes.experts.unique()) for layer in layers) / len(layers)
+    size = 3 * shape.hidden * shape.width
+    figures |= {
+        "tflops": 2 * pairs * size / ours / 1e9,
+        "gb_s": used * size * layers[0].weights.down.itemsize / ours / 1e6,
+    }
+    ratios = (f"{name} {ms:8.4f} ms ({ms / ours:5.2f})" for name, ms in figures.items() if name in runs and ms)
+    head = f"{len(layers[0].x):>6} tokens, {used:5.1f} experts:"
+    print(head, *ratios, f"{figures['tflops']:6.1f} TFLOP/s, {figures['gb_s']:6.0f} GB/s of weights", flush=True)
+    return figures
+
+
+def _tune(config: BenchConfig, shape: Shape, layers: list[Layer]) -> dict[str, Any]:
+    """Change one option at a time and keep what is faster, until the time is over or no change helps."""
+    from services.worker.layers.triton_experts import mix_with_tiles
+
+    pairs, until = layers[0].routes.experts.numel(), time.monotonic() + config.seconds
+    weights = layers[0].weights.down
+    best = choose_tiles(pairs, len(weights), weights.itemsize)
+
+    def ms(tiles: ExpertTiles, streamed: bool) -> float | None:
+        return _measured(lambda layer: mix_with_tiles(*layer, shape.activation, tiles, streamed=streamed), layers)
+
+    streamed = pairs <= MOST_STREAMED_PAIRS
+    before = least = ms(best, streamed) or float("inf")
+    if pairs <= 8 * MOST_STREAMED_PAIRS and (other := ms(best, not streamed)) and other < least:
+        streamed, least = not streamed, other
+    seen, changed = {best}, True
+    while changed and time.monotonic() < until:
+        changed = False
+        for tiles in _neighbours(best):
+            if tiles in seen or time.monotonic() > until:
+                continue
+            seen.add(tiles)
+            found = ms(tiles, streamed)
+            if found is not None and found < 0.99 * least:
+                best, least, changed = tiles, found, True
+    print(f"{len(layers[0].x):>6} tokens, {pairs / len(weights):7.2f} pairs per expert, streamed={streamed}:", end=" ")
+    print(f"{least:.4f} ms, {before:.4f} ms with the table: {best}, {len(seen)} tried", flush=True)
+    return {"ms": least, "table_ms": before, "streamed": streamed, "tiles": str(best), "tried": len(seen)}
+
+
+def _neighbours(tiles: ExpertTiles) -> Iterator[ExpertTiles]:
+    for part in ("gate_up", "down"):
+        for name, values in _OTHERS_OF_A_TILE.items():
+            for value in values:
+                yield tiles._replace(**{part: getattr(tiles, part)._replace(**{name: value})})
+    for name, values in _OTHERS.items():
+        for value in values:
+            yield tiles._replace(**{name: value})
+
+
+def _measured(run: Run, layers: list[Layer]) -> float | None:
+    """Return the milliseconds of a layer in a CUDA graph of all layers, or None if ``run`` cannot run."""
+    try:
+        with torch.inference_mode():
+            for layer in layers:
+                run(layer)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                kept = [run(layer) for layer in layers]
+    except (AttributeError, ImportError, RuntimeError, TypeError, ValueError, TritonError) as error:
+        # too little shared memory for a tile, or a library without such a kernel
+        print(f"  ({type(error).__name__}: {str(error).strip().splitlines()[0][:120]})", flush=True)
+        return None
+    times, count = [], 1
+    while len(times) < _ROUNDS:
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        for _ in range(count):
+            graph.replay()
+        ended.record()
+        ended.synchronize()
+        if began.elapsed_time(ended) < 1000 * _RUN_S / _ROUNDS:
+            count *= 2
+        else:
+            times.append(began.elapsed_time(ended) / count / len(kept))
+    return sorted(times)[_ROUNDS // 2]
+
+
+if __name__ == "__main__":
+    main()
