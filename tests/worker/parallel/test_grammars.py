@@ -10,11 +10,11 @@ from services.common.text.tokenizer import Tokenizer
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.grammars import BROKEN, LISTS, OBJECTS, WORDS, answer, follows
 from tests.worker.interpreter import INTERPRETED, needs_triton
+from tests.worker.parallel.cases import SIZES, prompt_of
 from tests.worker.parallel.cuda_jobs import plain_outputs, plan, run_as_rank, same
 from tests.worker.parallel.jobs import run_on
 from tests.worker.parallel.replica import alone, cut
 from tests.worker.parallel.replica import same as same_steps
-from tests.worker.parallel.test_replicas import SIZES, prompt_of
 
 END = 1
 KINDS = (

@@ -7,8 +7,8 @@ from services.worker.described.ranks import Ranks
 from services.worker.sampling import prompt_logprobs
 from services.worker.step.output import StepOutput
 from tests.worker.driver import Driver, admission, batch
+from tests.worker.parallel.cases import SIZES, prompt_of
 from tests.worker.parallel.replica import alone
-from tests.worker.parallel.test_replicas import SIZES, prompt_of
 from tests.worker.scores import check_scores, same_scores
 
 PROMPTS = {1: prompt_of(45, 1), 2: prompt_of(23, 2), 3: prompt_of(30, 3)}

@@ -13,9 +13,9 @@ from bench.server import free_port
 from services.common.errors import PEER_LOST_STATUS
 from tests.gateway.deployment import Process
 from tests.worker.driver import Driver
+from tests.worker.parallel.cases import prompt_of
 from tests.worker.parallel.jobs import FLAGS
 from tests.worker.parallel.replica import alone
-from tests.worker.parallel.test_replicas import prompt_of
 from tests.worker.scheduler import Scheduler, admission, status_of
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 

@@ -1,0 +1,158 @@
+"""The table of architectures in docs/models.md says what the code declares, refuses and is tested with."""
+
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from services.common.errors import InvalidRequest
+from services.worker.described.config import ModelConfig
+from services.worker.described.heads import laid_out
+from services.worker.described.layer import SupportedValues, undeclared
+from services.worker.described.ranks import Ranks
+from services.worker.described.refusals import refuse_unquantizable_sizes, refuse_unsupported_cuda_sizes
+from services.worker.described.registry import ARCHITECTURES
+from services.worker.described.shares import local_config, refuse_unshareable
+from services.worker.described.stages import layers_of
+from services.worker.models import decoder
+from tests.checkpoints import ARCHITECTURES as CHECKPOINTS
+from tests.docs.pages import ROOT, prose
+from tests.docs.published import published
+from tests.worker.interpreter import needs_triton
+from tests.worker.parallel.cases import CASES, EXPERT_CASES, MODELS
+
+PAGE_SIZE = 16
+TP_SIZES = (2, 4, 8)
+NONE = "-"
+PUBLISHED = published()
+Table = dict[str, dict[str, str]]
+of_architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+def read_table(heading: str) -> Table:
+    """Return the rows of the table under ``heading`` by their first cells, each with its cells by column."""
+    section = prose(ROOT / "docs" / "models.md").partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    head, _, *rows = (
+        [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line.startswith("|")
+    )
+    return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+
+
+TABLE = read_table("Which architectures?")
+
+
+def small(architecture: str) -> str:
+    """Return the name that ``tests.checkpoints`` has for ``architecture``."""
+    plain = architecture.removesuffix("ForCausalLM").lower()
+    [name] = [name for name in CHECKPOINTS if name.replace("_", "") == plain]
+    return name
+
+
+def is_accepted(check: Callable[[], object]) -> bool:
+    """Return whether ``check`` does not refuse the model."""
+    try:
+        check()
+    except InvalidRequest:
+        return False
+    return True
+
+
+def listed(sizes: Iterable[int]) -> str:
+    return ", ".join(map(str, sizes)) or NONE
+
+
+def shareable(model: ModelConfig, *, expert_parallel: bool = False) -> list[int]:
+    """Return the sizes of ``TP_SIZES`` by which ``model`` can be split."""
+    return [
+        size
+        for size in TP_SIZES
+        if is_accepted(lambda size=size: refuse_unshareable(model, size, expert_parallel=expert_parallel))
+    ]
+
+
+def quantizable(model: ModelConfig) -> list[int]:
+    """Return the sizes of 1 and ``TP_SIZES`` with which ``model`` can be served in fp8 on GPUs."""
+    layers, laid = range(len(model.layers)), laid_out(model, "cuda")
+    return [
+        size
+        for size in (1, *shareable(model))
+        if is_accepted(lambda size=size: refuse_unquantizable_sizes(local_config(laid, Ranks(0, size), layers), size))
+    ]
+
+
+def declares(supported: SupportedValues, model: ModelConfig, *, attention: bool) -> bool:
+    """Return whether an implementation computes all layers, or only the attention of all layers, of ``model``."""
+    return not any(undeclared(layer.attention if attention else layer, supported) for layer in model.layers)
+
+
+def sizes_in_cases(cases: Iterable[tuple], index: int) -> dict[str, set[int]]:
+    """Return the sizes at ``index`` of ``cases`` that are above 1, by architecture."""
+    found: dict[str, set[int]] = {}
+    for case in cases:
+        if case[index] > 1:
+            found.setdefault(MODELS[case[0]][0], set()).add(case[index])
+    return found
+
+
+def test_every_architecture_has_a_row_and_a_published_model():
+    assert list(TABLE) == sorted(ARCHITECTURES)
+    assert set(PUBLISHED) == set(ARCHITECTURES)
+
+
+@of_architectures
+def test_the_example_is_the_model_whose_sizes_are_shown(architecture):
+    assert TABLE[architecture]["example"] == PUBLISHED[architecture][0]
+
+
+@of_architectures
+def test_native_architectures_run_on_cpus(architecture):
+    """``tests/worker/test_generation.py`` runs a checkpoint of each name in ``CHECKPOINTS``."""
+    is_supported = declares(decoder.SUPPORTED, PUBLISHED[architecture][1], attention=False)
+    assert TABLE[architecture]["implementation"] == "native"
+    assert TABLE[architecture]["CPU"] == ("yes" if is_supported and small(architecture) else "no")
+
+
+@needs_triton
+@pytest.mark.usefixtures("triton_ready")
+@of_architectures
+def test_gpus_compute_the_attention_of_an_architecture(architecture):
+    from services.worker.attention import cuda
+
+    model = laid_out(PUBLISHED[architecture][1], "cuda")
+    is_supported = declares(cuda.SUPPORTED, model, attention=True) and is_accepted(
+        lambda: refuse_unsupported_cuda_sizes(PAGE_SIZE, model.head_dim)
+    )
+    assert TABLE[architecture]["CUDA"] == ("yes" if is_supported else "no")
+
+
+@of_architectures
+def test_ranks_share_the_example(architecture):
+    """``tests/worker/parallel/test_replicas.py`` compares the ranks of a small model with transformers."""
+    sizes = shareable(PUBLISHED[architecture][1])
+    assert TABLE[architecture]["tp_size"] == listed(sizes)
+    assert sizes_in_cases(CASES, 1).get(small(architecture)), "no test runs it on several tensor-parallel ranks"
+
+
+@of_architectures
+def test_stages_share_the_layers_of_the_example(architecture):
+    model = PUBLISHED[architecture][1]
+    most = len(model.layers)
+    assert is_accepted(lambda: layers_of(model, most))
+    assert not is_accepted(lambda: layers_of(model, most + 1))
+    assert TABLE[architecture]["pp_size"] == f"up to {most}"
+    assert sizes_in_cases(CASES, 2).get(small(architecture)), "no test runs it on several stages"
+
+
+@of_architectures
+def test_ranks_have_whole_experts_of_the_example(architecture):
+    sizes = shareable(PUBLISHED[architecture][1], expert_parallel=True)
+    assert TABLE[architecture]["expert_parallel"] == listed(sizes)
+    tested = sizes_in_cases(EXPERT_CASES, 1).get(small(architecture), set())
+    assert bool(sizes) == bool(tested), "no test runs it with expert_parallel, or one that is refused"
+
+
+@of_architectures
+def test_the_example_can_be_quantized(architecture):
+    """``tests/worker/test_quantization.py`` runs a checkpoint of each architecture in fp8."""
+    assert TABLE[architecture]["quantization=fp8"] == listed(quantizable(PUBLISHED[architecture][1]))
