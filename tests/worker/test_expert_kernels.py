@@ -169,8 +169,21 @@ def test_a_mixture_with_blocks_of_every_size():
     from services.worker.layers.expert_tiles import changes
 
     for tokens in changes(2, 2, 2):
-        for count in (tokens - 1, tokens):
+        for count in (tokens - 1, tokens) if tokens < 200 else ():
             Case(count, experts=2, dtype=HALF, hidden=32, width=16).check(rtol=2e-2, atol=4e-2)
+
+
+@pytest.mark.parametrize(("experts", "chosen"), [(128, 8), (8, 2), (4, 4), (1, 1)])
+@pytest.mark.parametrize("item", [1, 2, 4])
+def test_other_kernels_run_exactly_where_the_boot_expects_them(experts, chosen, item):
+    from services.worker.layers.expert_tiles import FEW_PAIRS, MOST_STREAMED_PAIRS, changes, choose_tiles
+
+    def kernels(tokens: int) -> tuple:
+        pairs = tokens * chosen
+        return choose_tiles(pairs, experts, item), pairs <= MOST_STREAMED_PAIRS, pairs <= FEW_PAIRS
+
+    found = [tokens for tokens in range(2, 3000) if kernels(tokens) != kernels(tokens - 1)]
+    assert found == [tokens for tokens in changes(experts, chosen, item) if 1 < tokens < 3000]
 
 
 @pytest.mark.parametrize("tokens", [3, 100])

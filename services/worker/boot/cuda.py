@@ -22,6 +22,8 @@ from services.worker.described.layer import has_mlp_bias, undeclared
 from services.worker.described.memory import graph_bytes, margin, page_bytes, table_bytes
 from services.worker.described.ranks import ALONE
 from services.worker.described.refusals import refuse_fp8_cache, refuse_unsupported_cuda_sizes
+from services.worker.layers.expert_tiles import changes
+from services.worker.layers.fp8 import FP8
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.skinny_cuda import SkinnyDecoder, supports
 from services.worker.parallel.errors import ParallelError
@@ -223,7 +225,7 @@ def rehearse(runner: CudaRunner, parts: RunnerParts, exchanges: Exchanges, progr
     plans: Iterable[Plan]
     for plans in rehearsal.every_kind(limits):
         _run_all(runner, plans)
-    for tokens in exchanges.begins:
+    for tokens in {*exchanges.begins, *_changes_of_experts(model)}:
         for plans in rehearsal.around(limits, tokens, runner.grain):
             _run_all(runner, plans)
     if config.use_cudagraphs:
@@ -238,6 +240,13 @@ def rehearse(runner: CudaRunner, parts: RunnerParts, exchanges: Exchanges, progr
             _run_all(runner, rehearsal.decodes(limits, 1, settings))
     for plans in rehearsal.largest(limits):
         _run_all(runner, plans)
+
+
+def _changes_of_experts(model: DecoderModel) -> set[int]:
+    """Return the numbers of tokens from which on experts run other kernels."""
+    item = FP8.itemsize if model.quantizes else model.dtype.itemsize
+    mixtures = model.local.experts
+    return {tokens for each in mixtures for tokens in changes(len(each.local), each.chosen, item)}
 
 
 def _run_all(runner: CudaRunner, plans: Iterable[Plan]) -> None:

@@ -159,7 +159,7 @@ def every_kind(limits: WorkerLimits) -> Iterator[Iterator[Plan]]:
 
 
 def around(limits: WorkerLimits, tokens: int, grain: int) -> Iterator[Iterator[Plan]]:
-    """Yield series of plans that run both exchange strategies of a replica that changes its strategy at ``tokens``.
+    """Yield series of plans on both sides of ``tokens``, where the exchange strategy or the kernels change.
 
     Each series has the fewest tokens, the most that are fewer than ``tokens`` after padding to a multiple of ``grain``,
     or exactly ``tokens``. Some sample from all tokens, others from few. Leaves out steps that exceed ``limits``.

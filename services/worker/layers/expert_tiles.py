@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 # Products of at most this number of pairs read the weights for each pair, without sorting the pairs by expert.
 MOST_STREAMED_PAIRS = 32
+FEW_PAIRS = 512  # up to this number, pairs are sorted in one iteration
 
 
 class Tile(NamedTuple):
@@ -54,6 +55,9 @@ def choose_tiles(pairs: int, experts: int, item: int) -> ExpertTiles:
 
 
 def changes(experts: int, chosen: int, item: int) -> list[int]:
-    """Return the numbers of tokens from which on other kernels run, ascending."""
-    limits = {MOST_STREAMED_PAIRS, *(most * experts for most in _TABLES[item])}
-    return sorted(most // chosen + 1 for most in limits if most < _MOST)
+    """Return the numbers of tokens from which on other kernels run, ascending.
+
+    The boot runs steps on both sides of each, so that no kernel is compiled while requests are served.
+    """
+    limits = {MOST_STREAMED_PAIRS, FEW_PAIRS, *(most * experts for most in _TABLES[item] if most < _MOST)}
+    return sorted({most // chosen + 1 for most in limits})

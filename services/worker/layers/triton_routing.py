@@ -11,12 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
+from services.worker.layers.expert_tiles import FEW_PAIRS
 from services.worker.layers.experts import LEAST_SUM
 from services.worker.layers.operators import operator
 
 _LOWEST: tl.constexpr = tl.constexpr(-(1 << 63))  # below all keys
 _MOST_EXPERTS_OF_A_WARP = 512
-_FEW_PAIRS, _PAIRS = 512, 4096  # pairs per iteration of the kernels that sort
+_PAIRS = 4096  # pairs per iteration of the kernels that sort
 _WARPS = 8
 
 
@@ -186,8 +187,7 @@ def sort_pairs(experts: torch.Tensor, first: int, count: int, rows: int) -> Bloc
     pairs = experts.numel()
     most = most_blocks(pairs, count, rows)
     counts, found = experts.new_empty(count), Blocks(*(experts.new_empty(size) for size in (most * rows, most, 1)))
-    block = _FEW_PAIRS if pairs <= _FEW_PAIRS else _PAIRS
-    warps = 4 if pairs <= _FEW_PAIRS else _WARPS
+    block, warps = (FEW_PAIRS, 4) if pairs <= FEW_PAIRS else (_PAIRS, _WARPS)
     _count[(count,)](experts, counts, first, pairs, BLOCK=block, num_warps=warps)
     _place[(count,)](
         experts, counts, *found, first, pairs, EXPERTS=count, WIDTH=triton.next_power_of_2(count), ROWS=rows,
