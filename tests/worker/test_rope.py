@@ -1,5 +1,7 @@
 """Every kind of rope scaling gives the angles, logits and tokens of transformers."""
 
+import warnings
+
 import pytest
 import torch
 import transformers
@@ -44,10 +46,10 @@ def theirs(config: transformers.LlamaConfig, positions: torch.Tensor) -> tuple[t
     return cos[0], sin[0]
 
 
-def ours(config: dict, served: int) -> tuple[torch.Tensor, torch.Tensor]:
+def ours(config: dict, served: int, head_dim: int = HEAD_DIM) -> tuple[torch.Tensor, torch.Tensor]:
     """Return our cosines and sines of all positions, with the signs of transformers."""
-    rotary = Rotary(read_rope(config, HEAD_DIM), HEAD_DIM, served, torch.float32, CPU)
-    signs = torch.cat((-torch.ones(HEAD_DIM // 2), torch.ones(HEAD_DIM // 2)))
+    rotary = Rotary(read_rope(config, head_dim), head_dim, served, torch.float32, CPU)
+    signs = torch.cat((-torch.ones(head_dim // 2), torch.ones(head_dim // 2)))
     return rotary.cos, rotary.sin * signs
 
 
@@ -64,6 +66,15 @@ def test_angles_are_those_of_transformers(settings, older, theta):
     reference = transformers.LlamaConfig(**sizes, rope_parameters=settings | {"rope_theta": theta})
     for found, expected in zip(ours(written, SERVED), theirs(reference, torch.arange(SERVED)), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("settings", [YARN, YARN | {"truncate": False}, LLAMA3_ROPE])
+def test_angles_of_far_positions_are_those_of_transformers(settings):
+    """A difference in the last bit of a frequency would show."""
+    far, size = 1 << 16, 64
+    written = {"head_dim": size, "max_position_embeddings": far, "rope_parameters": settings | {"rope_theta": 10000.0}}
+    expected = theirs(transformers.LlamaConfig(**written), torch.arange(far))
+    torch.testing.assert_close(ours(written, far, size), expected, atol=1e-6, rtol=0)
 
 
 def test_a_length_beside_the_settings_overrides_the_one_among_them():
@@ -93,7 +104,8 @@ def test_dynamic_scaling_rotates_each_position_as_the_last_of_its_sequence():
 
 def step_by_step(model: torch.nn.Module, token_ids: list[int], prompt: int) -> torch.Tensor:
     """Return the logits after each token, where all behind the first ``prompt`` are computed one at a time."""
-    with torch.inference_mode():
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers 5.24 gives ``past_key_values`` another name
         output = model(torch.tensor([token_ids[:prompt]]), use_cache=True)
         logits = [output.logits[0]]
         for token in token_ids[prompt:]:

@@ -58,7 +58,8 @@ class Rotary:
 def _frequencies(settings: RopeSettings, rotated: int, max_tokens: int) -> torch.Tensor:
     """Return radians per position, ``[rotated / 2]`` float32.
 
-    For ``dynamic``, the frequencies depend on the position and are ``[max_tokens, rotated / 2]``.
+    Operations are in the order of transformers: a difference in the last bit grows with the position. For ``dynamic``,
+    the frequencies depend on the position and are ``[max_tokens, rotated / 2]``.
     """
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     wavelengths = settings.theta**exponents
@@ -73,7 +74,7 @@ def _frequencies(settings: RopeSettings, rotated: int, max_tokens: int) -> torch
         return _llama3(settings, 1.0 / wavelengths)
     if settings.kind == "yarn":
         unscaled = _unscaled_share(settings, rotated)
-        return unscaled / wavelengths + (1 - unscaled) / (settings.factor * wavelengths)
+        return 1.0 / (settings.factor * wavelengths) * (1 - unscaled) + 1.0 / wavelengths * unscaled
     return 1.0 / wavelengths
 
 
@@ -91,10 +92,12 @@ def _llama3(settings: RopeSettings, frequencies: torch.Tensor) -> torch.Tensor:
 
     Low frequencies are divided by the factor, high ones are kept, and those in between are interpolated.
     """
-    turns = settings.original_max_position_embeddings * frequencies / (2 * math.pi)
-    low, high = settings.low_freq_factor, settings.high_freq_factor
-    unscaled = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return unscaled * frequencies + (1 - unscaled) * frequencies / settings.factor
+    original, low, high = settings.original_max_position_embeddings, settings.low_freq_factor, settings.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    unscaled = (original / wavelengths - low) / (high - low)
+    between = (1 - unscaled) * frequencies / settings.factor + unscaled * frequencies
+    kept = torch.where(wavelengths < original / high, frequencies, between)
+    return torch.where(wavelengths > original / low, frequencies / settings.factor, kept)
 
 
 def _unscaled_share(settings: RopeSettings, rotated: int) -> torch.Tensor:
