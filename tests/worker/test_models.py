@@ -71,6 +71,7 @@ VARIANTS = {
     "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma2-caps": ("gemma2", {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0}),
     "gemma3": ("gemma3", {}),
+    "gemma3-cap-without-effect": ("gemma3", {"attn_logit_softcapping": 1.5}),
     "gemma3-layers": ("gemma3", {"num_hidden_layers": 7}),
     "gemma3-full": ("gemma3", {"layer_types": ["full_attention"] * 3, "attention_bias": True}),
     "phi3": ("phi3", {}),
@@ -160,6 +161,13 @@ def test_rope_settings_of_older_checkpoints_are_read_too(checkpoint, tmp_path):
     changed = write_config(directory, tmp_path, rope_parameters=..., rope_theta=10000.0, rope_scaling=older)
     new, old = (read_model_config(read_json(path / "config.json")) for path in (directory, changed))
     assert new == old
+
+
+def test_an_older_file_of_gpt_oss_has_the_published_scaling_of_its_own_base(checkpoint, tmp_path):
+    changed = write_config(checkpoint("gpt_oss"), tmp_path, rope_parameters=..., rope_theta=5000.0, rope_scaling=None)
+    theirs = transformers.AutoConfig.from_pretrained(changed).rope_parameters
+    (rope,) = read_model_config(read_json(changed / "config.json")).ropes
+    assert (rope.kind, rope.theta, rope.factor) == (theirs["rope_type"], theirs["rope_theta"], theirs["factor"])
 
 
 @pytest.mark.parametrize(

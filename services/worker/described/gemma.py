@@ -19,7 +19,8 @@ _MOST_CAP = 1e6
 
 def read_gemma2(config: Mapping[str, Any]) -> ModelConfig:
     """Return the description of a Gemma 2 model: soft caps, and a window in every second layer."""
-    model = _read(config, full_every=2, score_cap=_SCORE_CAP, logit_cap=_LOGIT_CAP)
+    cap = _cap(JsonObject("config.json", config), "attn_logit_softcapping", _SCORE_CAP)
+    model = _read(config, full_every=2, logit_cap=_LOGIT_CAP, soft_cap=cap)
     _refuse_bidirectional(config)
     return model
 
@@ -27,7 +28,8 @@ def read_gemma2(config: Mapping[str, Any]) -> ModelConfig:
 def read_gemma3(config: Mapping[str, Any]) -> ModelConfig:
     """Return the description of the text model of Gemma 3.
 
-    Five of six layers have a window and a rotation of their own. q and k are normalised per head.
+    Five of six layers have a window and a rotation of their own. q and k are normalised per head. As in transformers,
+    ``attn_logit_softcapping`` has no effect.
     """
     _refuse_bidirectional(config)
     given = JsonObject("config.json", config)
@@ -47,19 +49,17 @@ def _read(
     config: Mapping[str, Any],
     *,
     full_every: int,
-    score_cap: float | None = None,
     logit_cap: float | None = None,
     **attention: Any,
 ) -> ModelConfig:
-    """Return what Gemma 2 and 3 have in common. The caps are the defaults of absent keys."""
+    """Return what Gemma 2 and 3 have in common. ``logit_cap`` is the default of an absent key."""
     given = JsonObject("config.json", config)
     config = {"head_dim": _HEAD_DIM, "tie_word_embeddings": True} | dict(config)
     bias = given.boolean("attention_bias")
     scale = given.number("query_pre_attn_scalar", 256, least=1e-6, most=1e9) ** -0.5
-    cap = _cap(given, "attn_logit_softcapping", score_cap)
     layer = LayerConfig(
         norm_placement="both",
-        attention=AttentionConfig(qkv_bias=bias, output_bias=bias, scale=scale, soft_cap=cap, **attention),
+        attention=AttentionConfig(qkv_bias=bias, output_bias=bias, scale=scale, **attention),
         mlp=MlpConfig(activation="gelu_tanh"),
     )
     windows = read_alternating_windows(config, _WINDOW, full_every=full_every)

@@ -35,7 +35,7 @@ def read_gpt_oss(config: Mapping[str, Any]) -> ModelConfig:
             raise given.wrong(name, f"{supported:g}, the only value that is")
     config = {"head_dim": _HEAD_DIM, "rope_theta": _THETA} | dict(config)
     if not (given.object("rope_parameters").values or given.object("rope_scaling").values):
-        config["rope_parameters"] = _ROPE | {"rope_theta": _THETA}
+        config["rope_parameters"] = _ROPE
     bias = given.boolean("attention_bias", True)
     router = RouterConfig(scores="softmax_of_chosen", bias=True)
     experts = read_experts(
