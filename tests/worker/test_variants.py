@@ -1,0 +1,75 @@
+"""Every configuration of a native family gives the logits of transformers, in every situation."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.worker.boot.common import boot
+from services.worker.described.ranks import ALONE
+from tests.variants import FAMILIES, Variant, make_variant
+from tests.worker.parallel.jobs import make_config
+from tests.worker.parallel.pool import RankPool
+from tests.worker.parallel.replica import Replica
+from tests.worker.situations import FLAGS, TOKENS, Expected, Told, check, logits_in_chunks, tell, tokens_of
+
+EXPERTS = {"glm4_moe", "gpt_oss", "mixtral", "qwen3_moe"}
+SOME = [Variant(family, 0) for family in FAMILIES]
+ALL = [Variant(family, number) for family in FAMILIES for number in range(10)]
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """``made(variant)``: its checkpoint and the logits that are expected of it."""
+
+    def make(variant: Variant) -> tuple[Path, Expected]:
+        directory = make_variant(tmp_path_factory.mktemp("variant") / str(variant), variant)
+        return directory, Expected(directory)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """Two processes."""
+    pool = RankPool({}, {})
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("variant", SOME, ids=str)
+def test_logits_of_a_sequence_in_chunks(variant, made):
+    directory, expected = made(variant)
+    token_ids = tokens_of(TOKENS)
+    logits = logits_in_chunks(directory, token_ids, (1, 16, 17, 50, 216))
+    torch.testing.assert_close(logits, expected.of([token_ids])[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ALL, ids=str)
+def test_logits_of_ten_variants_in_every_situation(variant, made, ranks):
+    """On one worker, on two tensor-parallel ranks, and on two pipeline stages."""
+    directory, expected = made(variant)
+    token_ids = tokens_of(TOKENS)
+    for chunks in ((TOKENS,), (1, 16, 17, 50, 216)):
+        logits = logits_in_chunks(directory, token_ids, chunks)
+        torch.testing.assert_close(logits, expected.of([token_ids])[0], atol=1e-4, rtol=0)
+    check(tell_alone(directory), expected)
+    # Activations are sharded over the ranks in some variants, and ranks have whole experts in others.
+    whole = variant.family in EXPERTS and variant.number % 3 == 0
+    flags = FLAGS | ({"expert_parallel": True} if whole else {})
+    check(tell_replica(ranks, 2, 1, directory, flags, 1 if variant.number % 2 else 10**6), expected)
+    check(tell_replica(ranks, 1, 2, directory, FLAGS, 10**6), expected)
+
+
+def tell_alone(directory: Path) -> list[Told]:
+    runner = boot(make_config(ALONE, 10510, directory, FLAGS)).runner
+    with contextlib.closing(runner):
+        return tell(runner)
+
+
+def tell_replica(pool: RankPool, tp_size: int, pp_size: int, directory: Path, flags: dict, sharded: int) -> list[Told]:
+    with contextlib.closing(Replica(pool, tp_size, pp_size, directory, flags, sharded)) as replica:
+        return tell(replica)
