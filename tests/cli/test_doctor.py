@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.model import SHAPES
 from services.cli.doctor.command import main
 from services.cli.doctor.findings import Finding, Level
 from services.cli.doctor.model import find
@@ -273,7 +274,56 @@ def test_shared_prefixes_on_a_cpu_are_a_warning(monkeypatch):
 
 def test_heads_that_cuda_has_no_kernels_for_fail(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B | {"head_dim": 80}))
-    assert "head_dim=80 is not supported on cuda" in only("flags", tmp_path, 80, load_format="dummy").text
+    assert findings("flags", tmp_path, 80, load_format="dummy") == []
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B | {"head_dim": 320}))
+    found = only("flags", tmp_path, 80, load_format="dummy")
+    assert "head_dim=320 is not supported on cuda, where heads have at most 256 elements" in found.text
+    assert "device=cpu" in found.fix
+
+
+def test_the_cache_of_padded_heads_is_planned_as_on_the_gpu(tmp_path):
+    heads = {"head_dim": 80, "max_position_embeddings": 4096}
+    found = planned(tmp_path, LLAMA_1B | heads, 80)
+    assert found.facts["bytes_per_token"] == 2 * 16 * 8 * 128 * 2 + 4
+
+
+def test_quantized_checkpoints_are_refused_with_what_to_choose_instead(folder):
+    change_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
+    found = only("weights", folder)
+    assert found.level is Level.FAIL
+    assert "quantization_config has quant_method='mxfp4', and quantized checkpoints are not supported" in found.text
+    assert "choose a checkpoint of the model in bfloat16" in found.fix
+    with pytest.raises(InvalidRequest, match="quant_method='mxfp4', and quantized checkpoints are not"):
+        weights.check(folder, read_model_config(read_json(folder / "config.json")))
+
+
+def test_ranks_of_a_mixture_hold_their_shares_of_the_experts(tmp_path):
+    """The figures are those of 30.5 billion parameters, of which 29.0 are the experts'."""
+    everything = planned(tmp_path, SHAPES["qwen3-30b-a3b"], 139.8)
+    assert everything.facts["weights_bytes"] == pytest.approx(2 * 30.5e9, rel=0.005)
+    for flags in ({}, {"expert_parallel": True}):
+        half = planned(tmp_path, SHAPES["qwen3-30b-a3b"], 139.8, tp_size=2, **flags)
+        assert half.facts["weights_bytes"] == pytest.approx(30.5e9, rel=0.01)
+        assert half.level is Level.OK
+    assert planned(tmp_path, SHAPES["qwen3-30b-a3b"], 48).level is Level.FAIL
+    quantized = planned(tmp_path, SHAPES["qwen3-30b-a3b"], 48, quantization="fp8")
+    assert quantized.facts["weights_bytes"] == pytest.approx(30.5e9 + 2 * 0.31e9, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("shape", "flags", "sentence"),
+    [
+        ("qwen3-30b-a3b", {"tp_size": 3, "expert_parallel": True}, "num_attention_heads is 32, which 3 ranks cannot"),
+        ("gpt-oss-20b", {"tp_size": 64, "expert_parallel": True}, "number of experts is 32"),
+        ("llama-1b", {"tp_size": 2, "expert_parallel": True}, "expert_parallel=T: the model has no experts"),
+    ],
+)
+def test_sizes_of_mixtures_that_ranks_cannot_share_fail(shape, flags, sentence, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape] | {"head_dim": 64}))
+    found = only("model", tmp_path, 80, load_format="dummy", **flags)
+    assert found.level is Level.FAIL
+    assert sentence in found.text
+    assert found.fix
 
 
 def test_sizes_that_fp8_has_no_products_for_fail(tmp_path):

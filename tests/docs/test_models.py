@@ -119,9 +119,9 @@ def test_native_architectures_run_on_cpus(architecture):
 def test_gpus_compute_the_attention_of_an_architecture(architecture):
     from services.worker.attention import cuda
 
-    model = laid_out(PUBLISHED[architecture][1], "cuda")
+    model = PUBLISHED[architecture][1]
     is_supported = declares(cuda.SUPPORTED, model, attention=True) and is_accepted(
-        lambda: refuse_unsupported_cuda_sizes(PAGE_SIZE, model.head_dim)
+        lambda: refuse_unsupported_cuda_sizes(PAGE_SIZE, model.stored_head_dim)
     )
     assert TABLE[architecture]["CUDA"] == ("yes" if is_supported else "no")
 

@@ -78,6 +78,7 @@ def run_checks(machine: Machine) -> Iterator[Finding]:
         yield from model.check_tokenizer(config, directory)
         yield from model.check_weights(config, directory, None if shape is None else shape.described)
         if shape is not None:
+            shape = shape.laid_out("cuda" if machine.on_cuda else "cpu")
             yield from model.check_device(machine, shape)
             yield from check_memory(machine, shape)
     yield from check_docker(machine)

@@ -14,11 +14,13 @@ from services.common.model.files import TEXT_FILES, WEIGHT_FILES, read_card, res
 from services.common.model.json_object import read_json
 from services.worker.described.checkpoint import checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
+from services.worker.described.heads import laid_out
 from services.worker.described.ranks import Ranks
 from services.worker.described.refusals import (
     refuse_cuda_only_flags,
     refuse_fp8_cache,
     refuse_fp8_products,
+    refuse_quantized_checkpoint,
     refuse_unquantizable_sizes,
     refuse_unsupported_cuda_sizes,
 )
@@ -38,6 +40,10 @@ class ModelShape:
     def max_context(self) -> int:
         """Longest context in tokens."""
         return self.described.max_context_tokens
+
+    def laid_out(self, device: str) -> "ModelShape":
+        """Return the sizes with which the worker computes the model on a ``device``, ``cpu`` or ``cuda``."""
+        return replace(self, described=laid_out(self.described, device))
 
 
 def find(config: DeploymentConfig) -> tuple[Path | None, list[Finding]]:
@@ -95,7 +101,7 @@ def check_device(machine: Machine, shape: ModelShape) -> Iterator[Finding]:
             )
             refuse_unquantizable_sizes(local, config.tp_size)
         if machine.on_cuda:
-            refuse_unsupported_cuda_sizes(config.page_size, shape.described.head_dim)
+            refuse_unsupported_cuda_sizes(config.page_size, shape.described.stored_head_dim)
             _refuse_fp8(config, machine.gpus[: machine.workers])
             return
         refuse_cuda_only_flags(config.part(WorkerConfig))
@@ -148,6 +154,11 @@ def check_weights(config: DeploymentConfig, directory: Path, described: ModelCon
     """Check that the files are complete, and contain the tensors of ``config.json`` (None if it is not readable)."""
     if config.load_format == "dummy":
         yield ok("weights", "load_format=dummy: none are read")
+        return
+    try:
+        refuse_quantized_checkpoint(read_json(directory / "config.json"))
+    except InvalidRequest as error:
+        yield from_error("weights", error.message)
         return
     shards: list[CheckpointShard] = []
     broken = False

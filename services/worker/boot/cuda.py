@@ -118,7 +118,7 @@ def refuse_unsupported(config: ChosenWorkerConfig, model: DecoderModel) -> None:
             " model, or device=cpu",
             field="model",
         )
-    refuse_unsupported_cuda_sizes(config.page_size, model.config.head_dim)
+    refuse_unsupported_cuda_sizes(config.page_size, model.config.stored_head_dim)
     if config.kv_cache_dtype == "fp8":
         refuse_fp8_cache(torch.cuda.get_device_name(model.device), torch.cuda.get_device_capability(model.device))
 

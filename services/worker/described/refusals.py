@@ -3,17 +3,22 @@
 Each function raises ``InvalidRequest``. Without torch, so that ``toka-doctor`` can run them before a start.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.flags import cuda_only
+from services.common.model.json_object import JsonObject
 from services.worker.described.config import ModelConfig
 
 # First compute capability for which Triton converts from and to float8_e4m3fn.
 _FP8_CONVERSIONS = (8, 9)
 # First compute capability with fp8 matrix products that take one scale per row.
 _ROW_WISE_PRODUCTS = (9, 0)
+# Largest head of the kernels for CUDA.
+_MOST_CUDA_HEAD_DIM = 256
 # The sizes of an fp8 matrix product must be multiples of this number of elements.
 _FP8_MULTIPLE = 16
 _NUMBA_SETTINGS = Path(".numba_config.yaml")
@@ -38,19 +43,32 @@ def refuse_numba_settings() -> None:
         )
 
 
-def refuse_unsupported_cuda_sizes(page_size: int, head_dim: int) -> None:
-    """Raise ``InvalidRequest`` if ``page_size`` or ``head_dim``, that of the cache, is not a supported power of two.
+def refuse_quantized_checkpoint(config: Mapping[str, Any]) -> None:
+    """Raise ``InvalidRequest`` if ``config``, that of ``config.json``, describes stored weights that are quantized."""
+    settings = JsonObject("config.json", config).object("quantization_config")
+    if settings.values:
+        raise InvalidRequest(
+            f"config.json: quantization_config has quant_method={settings.text('quant_method', 'unknown')!r}, and"
+            " quantized checkpoints are not supported; choose a checkpoint of the model in bfloat16, which"
+            " quantization=fp8 quantizes at the start",
+            field="model",
+        )
 
-    The CUDA kernels index with masks and shifts.
+
+def refuse_unsupported_cuda_sizes(page_size: int, head_dim: int) -> None:
+    """Raise ``InvalidRequest`` if ``page_size`` is not a power of two, or ``head_dim`` is too large.
+
+    ``head_dim`` is that of the checkpoint, which is padded to a power of two. The CUDA kernels index with masks and
+    shifts.
     """
     if page_size & (page_size - 1):
         raise InvalidRequest(
             f"flag page_size={page_size}: on cuda it must be a power of two; use 16, for example", field="page_size"
         )
-    if not 16 <= head_dim <= 256 or head_dim & (head_dim - 1):
+    if head_dim > _MOST_CUDA_HEAD_DIM:
         raise InvalidRequest(
-            f"config.json: head_dim={head_dim} is not supported on cuda; 16, 32, 64, 128 and 256 are; choose another"
-            " model, or device=cpu",
+            f"config.json: head_dim={head_dim} is not supported on cuda, where heads have at most"
+            f" {_MOST_CUDA_HEAD_DIM} elements; choose another model, or device=cpu",
             field="model",
         )
 

@@ -11,8 +11,10 @@ import torch
 
 from services.common.errors import InvalidRequest
 from services.common.model.checkpoint_files import FLOATS, BrokenFile, read_shards, weight_paths
+from services.common.model.json_object import read_json
 from services.worker.described.checkpoint import checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
+from services.worker.described.refusals import refuse_quantized_checkpoint
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.experts import Experts
 
@@ -40,8 +42,10 @@ class LoadTarget(Protocol):
 def check(directory: Path, model: ModelConfig) -> None:
     """Compare the headers of the weight files in ``directory`` with ``model``, before memory is allocated.
 
-    Raises ``InvalidRequest`` if a file is broken, or a tensor is missing or has an unexpected shape or dtype.
+    Raises ``InvalidRequest`` if a file is broken, or a tensor is missing or has an unexpected shape or dtype, or if the
+    weights are quantized.
     """
+    refuse_quantized_checkpoint(read_json(directory / "config.json"))
     expected = checkpoint_shapes(model)
     missing = set(expected)
     for shard in read_shards(directory):
