@@ -22,7 +22,7 @@ from services.worker.models.weights import load_dummy
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import ALONE, make_exchanges
 from tests.worker.driver import NONE, Driver, admission, batch, budget
-from tests.worker.interpreter import DEVICE, needs_triton
+from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
 from tests.worker.no_streams import device_without_streams
 
 __all__ = ["device_without_streams"]
@@ -82,7 +82,7 @@ def cuda(config):
     """``cuda(graphs=0)``: the GPU's runner, with graphs of up to so many rows, and, of other steps, of what is between
     the attentions of up to ``pieces`` tokens; ``flags``: instead of ``FLAGS``."""
 
-    def make(graphs: int = 0, flags: WorkerConfig = FLAGS, pieces: int = 0) -> Driver:
+    def make(graphs: int = 0, flags: WorkerConfig = FLAGS, pieces: int = 0, pads: bool = True, seen=None) -> Driver:
         from services.worker.attention.cuda import CudaAttention
         from services.worker.runner.cuda.runner import CudaRunner
         from services.worker.runner.cuda.state import DeviceState
@@ -96,9 +96,11 @@ def cuda(config):
             cache, 4, model.rotaries, dtype=model.embedding.dtype, layers=model.attention_layers()
         )
         sampler = FusedSampler(model.project, 96, DEVICE, cache.tokens, state.page_table)
+        if seen is not None:
+            model.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
         runner = CudaRunner(model, cache, attention, sampler, state, limits)
         if graphs:
-            runner.capture(graphs, pieces=pieces)
+            runner.capture(graphs, pieces=pieces, pads=pads)
         return Driver(runner)
 
     return make
@@ -300,6 +302,24 @@ def test_pages_that_are_too_many_for_a_graph_get_into_the_table(plain, cuda):
             driver.run()
         outcomes.append(driver.tokens)
     assert outcomes[0] == outcomes[1]
+
+
+def test_steps_of_few_rows_are_not_padded_if_padding_has_a_cost(plain, cuda):
+    outcomes, seen = [], []
+    graphs = cuda(8, pads=False, seen=seen)
+    assert set(seen) == {1, 2, 4, 8}
+    for driver in (plain, graphs):
+        driver.reset()
+        admissions = tuple(
+            admission(slot, range(20 + slot, 30 + slot), range(4 * slot, 4 * slot + 4)) for slot in range(3)
+        )
+        steps = [driver.run(admissions=admissions, batch=batch(range(3), [10] * 3))]
+        for rows in (1, 3, 2, 1):
+            steps.append(driver.run(batch=batch(range(rows))))
+        outcomes.append([step.sampled.token_ids.tolist() for step in steps])
+    assert outcomes[0] == outcomes[1]
+    if INTERPRETED:  # graphs do not call the model again
+        assert seen[-4:] == [1, 4, 2, 1]
 
 
 def test_steps_in_flight_do_not_touch_each_others_results(plain, cuda):

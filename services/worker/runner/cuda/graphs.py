@@ -165,16 +165,19 @@ class DecodeGraphs:
         ring: Ring,
         largest: int,
         peers: Peers,
+        *,
+        pads: bool,
     ) -> None:
         """Capture the graphs for up to ``largest`` rows.
 
         ``skinny`` runs steps of up to ``skinny.most_rows`` rows; None = ``forward`` runs them. ``sampler``: None on a
-        stage that does not sample.
+        stage that does not sample. If ``pads`` is false, ``forward`` also runs steps of 1, 2 and 4 rows.
         """
         self._skinny, self._peers = skinny, peers
         self._forward, self._cache, self._attention, self._state = forward, cache, attention, state
-        sizes = sizes_up_to(largest, smallest=8 if skinny is None else 1)
-        if skinny is None:
+        pads = skinny is None and (pads or not peers.alone)
+        sizes = sizes_up_to(largest, smallest=8 if pads else 1)
+        if pads:
             sizes = sorted({padded(size, peers.grain) for size in sizes})
         self._sizes = sizes
         buffer = peers.input_buffer(sizes[-1], state.page_table.device)

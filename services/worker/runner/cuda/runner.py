@@ -82,15 +82,17 @@ class CudaRunner:
         self._forget_plans()
 
     @torch.inference_mode()
-    def capture(self, largest: int, skinny: "SkinnyDecoder | None" = None, pieces: int = 0) -> None:
+    def capture(
+        self, largest: int, skinny: "SkinnyDecoder | None" = None, pieces: int = 0, *, pads: bool = True
+    ) -> None:
         """Capture decode steps of up to ``largest`` rows, and piecewise graphs for steps of up to ``pieces`` tokens.
 
-        ``skinny``: a faster decoder for few rows.
+        ``skinny``: a faster decoder for few rows. ``pads``: the smallest graphs of one rank are padded to ``grain``.
         """
         if pieces:
             self._pieces = StepPieces(self._forward, self._attention, self._peers, pieces, self._device)
         parts = self._forward, skinny, self.cache, self._attention, self._sampler, self._state, self._slots
-        self._graphs = DecodeGraphs(*parts, self._ring, min(largest, self.limits.max_slots), self._peers)
+        self._graphs = DecodeGraphs(*parts, self._ring, min(largest, self.limits.max_slots), self._peers, pads=pads)
 
     @torch.inference_mode()
     def reset(self) -> None:
