@@ -140,6 +140,14 @@ class Case:
             held.start,
         )
 
+    def quantize(self) -> None:
+        parts = {}
+        for name in ("gate_up", "down"):
+            whole = getattr(self.weights, name)
+            values, scale = quantize_rows(whole.flatten(0, 1))
+            parts |= {name: values.view(whole.shape), f"{name}_scale": scale.view(whole.shape[:2])}
+        self.weights = self.weights._replace(**parts)
+
     def mixed(self, activation: str = "silu") -> torch.Tensor:
         from services.worker.layers.triton_experts import mix_experts
 
@@ -247,11 +255,58 @@ def dequantized(rows: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("tokens", [3, 60])
 def test_a_mixture_in_fp8(tokens, biases):
     case = Case(tokens, biases=biases, hidden=64, width=48, dtype=HALF, held=range(1, 5))
-    parts = {}
-    for name in ("gate_up", "down"):
-        whole = getattr(case.weights, name)
-        values, scale = quantize_rows(whole.flatten(0, 1))
-        parts |= {name: values.view(whole.shape), f"{name}_scale": scale.view(whole.shape[:2])}
-    case.weights = case.weights._replace(**parts)
+    case.quantize()
     found, expected = case.mixed("clamped_swiglu").float(), quantized_mix(case, "clamped_swiglu")
     assert (found - expected).norm() / expected.norm() < 0.02
+
+
+needs_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+WORST = torch.tensor([[3, 0]])  # all tokens to the same two experts
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 64, 1000])
+def test_a_captured_mixture_takes_any_routing(tokens):
+    case = Case(tokens, biases=True, dtype=HALF)
+    case.mixed()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = case.mixed()
+    for seed in range(3):
+        other = plain.route(random(tokens, 6, seed=seed), RouterConfig(), 2, None)
+        case.routes.experts.copy_(WORST.expand(tokens, 2) if seed == 2 else other.experts)
+        case.routes.weights.copy_(other.weights)
+        graph.replay()
+        torch.testing.assert_close(found, case.expected(), rtol=2e-2, atol=4e-2)
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [8, 1000, 5000])
+def test_the_worst_routing_needs_no_more_memory_than_others(tokens):
+    peaks = []
+    for worst in (False, True):
+        case = Case(tokens, dtype=HALF, hidden=256, width=128)
+        if worst:
+            case.routes.experts.copy_(WORST.expand(tokens, 2))
+        case.mixed()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        case.mixed()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del case
+    assert peaks[0] == peaks[1] > 0
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2, 40, 3000])
+def test_experts_of_a_real_size(tokens):
+    """The sizes of Qwen3-30B-A3B, but for the number of experts, in bf16 and in fp8."""
+    case = Case(tokens, hidden=2048, width=768, experts=16, chosen=8, dtype=torch.bfloat16)
+    expected = case.expected().float()
+    assert (case.mixed().float() - expected).norm() / expected.norm() < 0.01
+    case.quantize()
+    assert (case.mixed().float() - expected).norm() / expected.norm() < 0.1
