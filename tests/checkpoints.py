@@ -124,7 +124,7 @@ def make_checkpoint(
         settings["rope_parameters"] = {"full_attention": settings["rope_parameters"], "sliding_attention": local}
     config = config_kind(**settings | extra | overrides)
     model = model_kind(config)
-    _randomise(model, seed)
+    randomise(model, seed)
     model.save_pretrained(directory, **({"max_shard_size": "150KB"} if sharded else {}))
     return directory
 
@@ -194,7 +194,7 @@ def _sentencepiece() -> tuple[tokenizers.Tokenizer, str, str]:
     return made, "<s>", "</s>"
 
 
-def _randomise(model: torch.nn.Module, seed: int) -> None:
+def randomise(model: torch.nn.Module, seed: int) -> None:
     """Every parameter random (biases and norms too), scaled so that activations and logits stay near one."""
     generator = torch.Generator().manual_seed(seed)
     stored = dict(model.named_parameters())
@@ -202,7 +202,7 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in stored.items():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name or ".ln_" in name:
                 parameter.add_(0.2 * noise)  # 1, or 0 where the model adds 1
             elif parameter.dim() == 1 or name.endswith("_bias"):
                 parameter.copy_(0.2 * noise)

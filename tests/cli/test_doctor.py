@@ -29,6 +29,7 @@ from services.worker.models import weights
 from services.worker.models.decoder import DecoderModel
 from tests.cli.looking import findings, only
 from tests.cli.running import run
+from tests.foreign_models import make_foreign_checkpoint
 from tests.worker.small_models import CPU
 
 INDEX = "model.safetensors.index.json"
@@ -184,7 +185,7 @@ def test_weights_of_another_format_are_named(folder):
     [
         ("config.json", None, "model", "config.json does not exist"),
         ("config.json", "{", "model", "is not valid JSON"),
-        ("config.json", '{"architectures": ["BertModel"]}', "model", "architectures=['BertModel'] is not supported"),
+        ("config.json", '{"architectures": ["BertModel"]}', "model", "BertModel cannot run through transformers"),
         ("tokenizer.json", None, "tokenizer", ""),
         ("tokenizer.json", "{}", "tokenizer", ""),
     ],
@@ -381,3 +382,12 @@ def test_a_cache_that_does_not_fit_fails_and_the_size_that_is_named_fits(tmp_pat
     assert doubtful.level is Level.WARN
     short = planned(tmp_path, LLAMA_8B, 24, kv_cache_num_tokens=4096)
     assert "longer requests are refused" in short.text
+
+
+def test_a_model_that_transformers_computes_is_checked(tmp_path):
+    directory = make_foreign_checkpoint(tmp_path / "gpt2", "gpt2")
+    assert "GPT2LMHeadModel runs through transformers" in only("model", directory, device="cpu").text
+    assert only("weights", directory, device="cpu").level is Level.OK
+    assert only("memory", directory, device="cpu").level is Level.OK
+    refused = only("model", directory, device="cpu", quantization="fp8").text
+    assert "flag quantization=fp8: GPT2LMHeadModel runs through transformers" in refused

@@ -11,6 +11,7 @@ import transformers
 from bench.server import serve
 from tests.checkpoints import LLAMA3_ROPE, make_checkpoint
 from tests.e2e.test_toka import client_of
+from tests.foreign_models import make_foreign_checkpoint
 from tokasaurus.scheduler.v1 import generate_pb2, scheduler_pb2_grpc
 
 PAGE = 16
@@ -60,10 +61,17 @@ class Reference:
 
 @pytest.fixture(
     scope="module",
-    params=["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in CHECKPOINTS if name != "qwen3")],
+    params=[
+        *("qwen3", "cohere2"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in CHECKPOINTS if name != "qwen3"),
+    ],
 )
 def served(request, tmp_path_factory):
-    directory = make_checkpoint(tmp_path_factory.mktemp("model"), **CHECKPOINTS[request.param])
+    directory = tmp_path_factory.mktemp("model")
+    if request.param in CHECKPOINTS:
+        make_checkpoint(directory, **CHECKPOINTS[request.param])
+    else:  # through transformers
+        make_foreign_checkpoint(directory, request.param)
     flags = {"model": directory, "device": "cpu", "dtype": "float32", "page_size": PAGE, "max_tokens_per_forward": 64}
     with serve(**flags) as server:
         yield server, Reference(directory)

@@ -1,7 +1,9 @@
 """Checks the model: its files, and whether the worker supports it with these flags."""
 
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 from services.cli.doctor.findings import Finding, amount, fail, from_error, ok, unknown, warn
@@ -14,6 +16,7 @@ from services.common.model.files import TEXT_FILES, WEIGHT_FILES, read_card, res
 from services.common.model.json_object import read_json
 from services.worker.described.checkpoint import checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
+from services.worker.described.foreign import choose_implementation, refuse_missing_library
 from services.worker.described.heads import laid_out
 from services.worker.described.ranks import Ranks
 from services.worker.described.refusals import (
@@ -24,7 +27,6 @@ from services.worker.described.refusals import (
     refuse_unquantizable_sizes,
     refuse_unsupported_cuda_sizes,
 )
-from services.worker.described.registry import read_model_config
 from services.worker.described.shares import local_config, refuse_unshareable
 from services.worker.described.stages import layers_of
 
@@ -69,7 +71,11 @@ def find(config: DeploymentConfig) -> tuple[Path | None, list[Finding]]:
 def check_config(config: DeploymentConfig, directory: Path) -> tuple[ModelShape | None, list[Finding]]:
     """Check ``config.json``, and the flags that depend on it."""
     try:
-        described = read_model_config(read_json(directory / "config.json", required=True))
+        described, _ = choose_implementation(
+            read_json(directory / "config.json", required=True), config.part(WorkerConfig)
+        )
+        if described.foreign is not None:
+            described = _sized(described, config, directory)
         refuse_unshareable(described, config.tp_size, expert_parallel=config.expert_parallel)
         stages = layers_of(described, config.pp_size, config.pp_layers)
         card = read_card(str(directory))
@@ -81,12 +87,24 @@ def check_config(config: DeploymentConfig, directory: Path) -> tuple[ModelShape 
         return None, [fail("model", text, "lower it or leave it out")]
     text = f"{directory}: {len(described.layers)} layers of {described.hidden_size}, {described.heads} heads and"
     text += f" {described.kv_heads} for keys, {described.vocab_size:,} tokens, context of {limit:,}"
+    if described.foreign is not None:
+        text += f"; {described.foreign} runs through transformers (model_impl), whose checks are made at the start"
     findings = [ok("model", text)]
     if not card.eos_token_ids:
         fix = "add eos_token_id to generation_config.json"
         findings.append(warn("model", "no eos_token_id: answers end at max_tokens or a stop string only", fix))
     described = replace(described, max_context_tokens=config.max_context_tokens or limit)
     return ModelShape(described, tuple(stages)), findings
+
+
+def _sized(described: ModelConfig, config: DeploymentConfig, directory: Path) -> ModelConfig:
+    """Return ``described`` with the number of weights in the files. Raises ``InvalidRequest``."""
+    if importlib.util.find_spec("torch") is not None:  # otherwise the workers run elsewhere
+        refuse_missing_library(described.foreign or "")
+    if config.load_format == "dummy":
+        return described
+    shards = [each for each in read_shards(directory) if isinstance(each, CheckpointShard)]
+    return replace(described, parameters=sum(prod(each.shape) for shard in shards for each in shard.tensors.values()))
 
 
 def check_device(machine: Machine, shape: ModelShape) -> Iterator[Finding]:
@@ -170,7 +188,7 @@ def check_weights(config: DeploymentConfig, directory: Path, described: ModelCon
             shards.append(each)
     if broken:
         return
-    if described is not None:
+    if described is not None and described.foreign is None:
         stored = {name: each.shape for shard in shards for name, each in shard.tensors.items()}
         differences = list(_compare(stored, described))
         yield from differences

@@ -23,6 +23,11 @@ class WorkerFlags(Config):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of weights, activations and the KV cache; auto: bfloat16 on cuda, float32 on cpu"
     )
+    model_impl: Literal["auto", "native", "transformers"] = Field(
+        "auto",
+        description="code that computes the layers; transformers: that of the transformers library, with the"
+        " worker's attention; auto: native for the architectures that have it, else transformers",
+    )
     load_format: Literal["safetensors", "dummy"] = Field(
         "safetensors", description="dummy: random weights of the model's shape, for benchmarks"
     )

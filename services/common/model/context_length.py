@@ -7,13 +7,20 @@ from services.common.model.json_object import JsonObject
 
 # The default of ``max_position_embeddings`` in transformers.
 _DEFAULT = 2048
+_MAX_POSITIONS = "max_position_embeddings"
+# The key of architectures that have another one.
+_OTHER_KEYS = ("n_positions", "n_ctx", "max_seq_len", "seq_length")
 MOST_TOKENS = 1 << 26  # limit of a context; the longest published one has 10 million tokens
 _MOST_FACTOR = 1e6
 
 
 def max_positions(config: Mapping[str, Any]) -> int:
-    """Return ``max_position_embeddings``, a number of tokens. Raises ``InvalidRequest`` if it is invalid."""
-    return JsonObject("config.json", config).integer("max_position_embeddings", _DEFAULT, most=MOST_TOKENS)
+    """Return ``max_position_embeddings``, a number of tokens, or the value of the key that older architectures have.
+
+    Raises ``InvalidRequest`` if it is invalid.
+    """
+    key = next((key for key in (_MAX_POSITIONS, *_OTHER_KEYS) if config.get(key) is not None), _MAX_POSITIONS)
+    return JsonObject("config.json", config).integer(key, _DEFAULT, most=MOST_TOKENS)
 
 
 def rope_parameters(config: Mapping[str, Any]) -> JsonObject:

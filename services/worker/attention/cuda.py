@@ -27,7 +27,7 @@ from services.worker.attention.triton_decode import LONG_CONTEXT, PrefixState, c
 from services.worker.attention.triton_spans import TritonSpans
 from services.worker.attention.triton_store import rotate_and_store
 from services.worker.described.layer import AnyValue, SupportedValues
-from services.worker.layers.rotary import Rotary
+from services.worker.layers.rotary import RotationTables
 
 Put = Callable[[np.ndarray], torch.Tensor]
 
@@ -85,7 +85,7 @@ class CudaAttention:
         self,
         cache: KvCache,
         heads: int,
-        rotaries: Sequence[Rotary],
+        rotaries: Sequence[RotationTables],
         *,
         dtype: torch.dtype | None = None,
         prefixes: str | None = None,

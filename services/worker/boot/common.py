@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -16,7 +16,6 @@ from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.host import resources as host
 from services.common.model import files as model_files
-from services.common.model.json_object import read_json
 from services.common.plan.types import Admission, Batch, Plan, WorkerLimits
 from services.worker.attention import flashinfer_spans
 from services.worker.attention.factory import make_attention
@@ -31,20 +30,17 @@ from services.worker.boot.precompile.background import KernelCompiler
 from services.worker.boot.precompile.job import GpuTarget, Job
 from services.worker.boot.progress import BootProgress
 from services.worker.boot.rehearsal import PLAIN, decodes, every_feature, mixed
+from services.worker.boot.sources import open_model
 from services.worker.described.choices import NAMES, Device, FlagChoice, agree, choose
-from services.worker.described.config import ModelConfig
 from services.worker.described.heads import laid_out
 from services.worker.described.memory import rotation_bytes, weight_bytes
 from services.worker.described.ranks import ALONE, Ranks
 from services.worker.described.refusals import refuse_cuda_only_flags, refuse_too_large_weights
-from services.worker.described.registry import read_model_config
 from services.worker.described.rope import describe_scaling
-from services.worker.described.shares import local_config, refuse_unshareable
+from services.worker.described.shares import refuse_unshareable
 from services.worker.described.stages import layers_of
-from services.worker.layers.factory import make_kernels, make_linear
 from services.worker.layers.fp8 import FP8
-from services.worker.models import weights
-from services.worker.models.decoder import DecoderModel
+from services.worker.models.base import RankModel
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import make_exchanges
 from services.worker.parallel.group import RankGroup
@@ -84,7 +80,7 @@ class RunnerParts(NamedTuple):
     """The parts from which the runner of a rank is made."""
 
     config: ChosenWorkerConfig
-    model: DecoderModel
+    model: RankModel
     group: RankGroup | None = None  # None = one rank
     grammars: SlotGrammars | None = None  # None = a rank of the replica does not support them
 
@@ -108,8 +104,8 @@ def boot(
         refuse_cuda_only_flags(config)
     dtype = _dtype(config, device)
     ranks = Ranks(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size, config.expert_parallel)
-    card, described = read_model(config)
-    described = laid_out(described, device.type)
+    card, source = open_model(config, dtype)
+    described = laid_out(source.described, device.type)
     if device.type == "cuda":
         from services.worker.boot.cuda import make_runner  # loads Triton
 
@@ -121,7 +117,7 @@ def boot(
     refuse_unshareable(described, ranks.tp_size, expert_parallel=ranks.whole_experts)
     layers = layers_of(described, ranks.pp_size, config.pp_layers)[ranks.pp_rank]
     if config.load_format != "dummy":
-        weights.check(card.directory, described)
+        source.check()
     with contextlib.ExitStack() as undo, contextlib.closing(compiler) if compiler else contextlib.nullcontext():
         with progress.phase("replica") if not ranks.alone else contextlib.nullcontext():
             group = _join_replica(config, ranks, device, dtype, described.head_dim)
@@ -141,17 +137,14 @@ def boot(
             )
         needed = weight_bytes(described, ranks, layers, dtype.itemsize, config.quantization)
         refuse_too_large_weights(config.model, needed + rotation_bytes(described), facts.total)
-        if compiler is not None and device.type == "cuda" and not chosen.torch_compile:
+        if compiler is not None and device.type == "cuda" and not (chosen.torch_compile or described.foreign):
             installed = flashinfer_spans.installed(described.head_dim, cache_dtype(chosen, dtype))
             gpu = GpuTarget(facts.name, facts.capability, facts.total, installed)
             compiler.compile(Job(config=chosen, dtype=_name(dtype), gpu=gpu))
         threads = _threads(chosen, device, ranks)
-        model = make_model(chosen, described, dtype, device, ranks, layers)
+        model = source.make(chosen, described, dtype, device, ranks, layers)
         with progress.phase("weights"):
-            if config.load_format == "dummy":
-                weights.load_dummy(model, seed=0)
-            else:
-                weights.load(card.directory, model.targets(), described)
+            source.fill(model, dummy=config.load_format == "dummy")
         log.info("weights loaded", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
         parts = RunnerParts(chosen, model, group, _load_grammars(config, card, group))
         if chosen.torch_compile:
@@ -173,38 +166,6 @@ def boot(
     if not (ranks.tp_rank or ranks.pp_rank or config.dp_rank):
         log.info("settings", device=facts.name, **{each.name: each.value for each in choices})
     return Booted(runner, card.name, str(device), _name(dtype), ranks, group, choices)
-
-
-def read_model(config: WorkerConfig) -> tuple[model_files.ModelCard, ModelConfig]:
-    """Return the files and the description of the model that ``config`` names. The context limit is that of ``config``.
-
-    Raises ``InvalidRequest``, which names the file or flag.
-    """
-    card = model_files.read_card(config.model, config.served_model_name, weights=config.load_format != "dummy")
-    described = read_model_config(read_json(card.directory / "config.json", required=True))
-    return card, replace(described, max_context_tokens=_max_context(config, described.max_context_tokens))
-
-
-def make_model(
-    config: ChosenWorkerConfig,
-    described: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    ranks: Ranks,
-    layers: range,
-    *,
-    memory: torch.device | None = None,
-) -> DecoderModel:
-    """Return a rank's ``layers`` of the model with uninitialised weights.
-
-    ``memory`` is the device of the tensors, by default ``device``.
-    """
-    kernels = make_kernels(device, dtype, compiled=config.torch_compile)
-    local = local_config(described, ranks, layers)
-    linear = make_linear(local, dtype, device, config.quantization, ranks.tp_size)
-    adds = device.type == "cuda" and config.quantization == "none" and ranks.tp_size == 1
-    where = memory or device
-    return DecoderModel(described, dtype, where, kernels, linear, adds_in_product=adds, ranks=ranks, layers=layers)
 
 
 def _facts(device: torch.device, group: RankGroup | None) -> Device:
@@ -233,7 +194,7 @@ def _load_grammars(config: WorkerConfig, card: model_files.ModelCard, group: Ran
     return SlotGrammars(found, card.vocab_size, reports=reports) if found is not None and supported else None
 
 
-def make_limits(config: ChosenWorkerConfig, model: DecoderModel, page_count: int, **more: Any) -> WorkerLimits:
+def make_limits(config: ChosenWorkerConfig, model: RankModel, page_count: int, **more: Any) -> WorkerLimits:
     """Return the limits of plans for a cache of ``page_count`` pages. ``more`` sets further fields of ``Limits``."""
     return WorkerLimits(
         page_size=config.page_size,
@@ -247,7 +208,7 @@ def make_limits(config: ChosenWorkerConfig, model: DecoderModel, page_count: int
     )
 
 
-def make_cache(config: WorkerConfig, model: DecoderModel, page_count: int) -> KvCache:
+def make_cache(config: WorkerConfig, model: RankModel, page_count: int) -> KvCache:
     """Return a KV cache for ``model``, on its device."""
     local = model.local
     return KvCache(
@@ -362,15 +323,3 @@ def _threads(config: ChosenWorkerConfig, device: torch.device, ranks: Ranks) -> 
         return ShardThreads(1)
     torch.set_num_threads(1)
     return ShardThreads(wanted)
-
-
-def _max_context(config: WorkerConfig, model_limit: int) -> int:
-    if config.max_context_tokens is None:
-        return model_limit
-    if config.max_context_tokens > model_limit:
-        raise InvalidRequest(
-            f"flag max_context_tokens={config.max_context_tokens}: the model's own limit is {model_limit};"
-            " lower it or leave it out",
-            field="max_context_tokens",
-        )
-    return config.max_context_tokens

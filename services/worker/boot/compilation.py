@@ -14,6 +14,7 @@ import torch
 
 from services.common.errors import InvalidRequest
 from services.worker.attention.compiled import FIRST_LAYER
+from services.worker.models.base import RankModel
 from services.worker.models.decoder import DecoderLayer, DecoderModel
 
 # Compilers treat sizes 0 and 1 as constants.
@@ -39,14 +40,19 @@ _expected = 0  # graphs that the warm-up compiled
 _kernels = 0  # variants of Triton kernels that were made since the warm-up
 
 
-def compile_model(model: DecoderModel) -> None:
+def compile_model(model: RankModel) -> None:
     """Replace the layers of ``model`` by one compiled graph, for any number of tokens from 2 on.
 
     Compilation happens at the first calls, in the warm-up. A layer that selects tokens (``keep``), a layer without a
     ``delta`` and each strategy of exchanging activations compile a separate graph. So does a step of one token or one
     kept token; CUDA has no such steps, because their batches are padded.
+
+    Raises ``TypeError`` if ``model`` is not a ``DecoderModel``.
     """
     import torch._dynamo
+
+    if not isinstance(model, DecoderModel):
+        raise TypeError(f"{type(model).__name__} has no layers that can be compiled")
 
     global _ready
     _ready = False

@@ -24,7 +24,7 @@ from services.worker.described.ranks import ALONE
 from services.worker.described.refusals import refuse_fp8_cache, refuse_unsupported_cuda_sizes
 from services.worker.layers.expert_tiles import changes
 from services.worker.layers.fp8 import FP8
-from services.worker.models.decoder import DecoderModel
+from services.worker.models.base import RankModel
 from services.worker.models.skinny_cuda import SkinnyDecoder, supports
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import Exchanges, make_exchanges
@@ -109,7 +109,7 @@ def _exchanges(parts: RunnerParts) -> Exchanges:
     return make_exchanges(group.ranks, row_bytes, shares_memory=group.shares_memory, fewest_overlapped=wanted)
 
 
-def refuse_unsupported(config: ChosenWorkerConfig, model: DecoderModel) -> None:
+def refuse_unsupported(config: ChosenWorkerConfig, model: RankModel) -> None:
     """Raise ``InvalidRequest`` if attention on CUDA does not support the model's layers, or sizes or dtypes."""
     layers = {layer.attention for layer in model.local.layers}
     if missing := sorted({name for layer in layers for name in undeclared(layer, cuda_attention.SUPPORTED)}):
@@ -169,7 +169,7 @@ def release_frames(error: BaseException) -> None:
     gc.collect()
 
 
-def _bytes_in_transit(config: ChosenWorkerConfig, model: DecoderModel) -> int:
+def _bytes_in_transit(config: ChosenWorkerConfig, model: RankModel) -> int:
     """Return the largest number of bytes of activations that are sent and not received, or received and not used."""
     if model.ranks.pp_size == 1:
         return 0
@@ -244,7 +244,7 @@ def rehearse(runner: CudaRunner, parts: RunnerParts, exchanges: Exchanges, progr
         _run_all(runner, plans)
 
 
-def _changes_of_experts(model: DecoderModel) -> set[int]:
+def _changes_of_experts(model: RankModel) -> set[int]:
     """Return the numbers of tokens from which on experts run other kernels."""
     item = FP8.itemsize if model.quantizes else model.dtype.itemsize
     mixtures = model.local.experts

@@ -47,6 +47,8 @@ class ModelConfig:
     # layers after the last layer, which predict further tokens (DeepSeek-AI 2024) and are not loaded
     prediction_layers: int = 0
     naming: Naming = one_to_one  # names of the tensors in the checkpoint
+    foreign: str | None = None  # the architecture, if transformers computes the model; sizes may then be estimates
+    parameters: int | None = None  # elements of all weights of a foreign model; None = they follow from the layers
 
     @property
     def stored_head_dim(self) -> int:
@@ -135,6 +137,12 @@ def read_decoder(
 def read_width(given: JsonObject, key: str) -> int:
     """Return the number of columns ``key``. Raises ``InvalidRequest`` if it is missing or out of range."""
     return given.integer(key, most=_MOST_WIDTH)
+
+
+def read_size(given: JsonObject, key: str, default: int | None = None) -> int:
+    """Return a size of any architecture. Raises ``InvalidRequest`` if it is out of range, or is missing."""
+    most = {"num_hidden_layers": _MOST_LAYERS, "num_attention_heads": _MOST_HEADS, "head_dim": _MOST_HEAD_DIM}
+    return given.integer(key, default, most=most.get(key, _MOST_WIDTH))
 
 
 def read_layers(config: Mapping[str, Any]) -> int:

@@ -146,6 +146,8 @@ def weight_bytes(model: ModelConfig, ranks: Ranks, layers: range, item: int, qua
 
     ``item`` is the size of an element that is not quantized.
     """
+    if model.parameters is not None:
+        return model.parameters * item
     local = local_config(model, ranks, layers)
     total = sum(
         _tensor_bytes(shape, item, quantization)

@@ -39,9 +39,14 @@ ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
 }
 
 
+def architecture_names(config: Mapping[str, Any]) -> list[str]:
+    """Return ``architectures`` of ``config.json``, or []. Raises ``InvalidRequest`` if it is no list of names."""
+    return JsonObject("config.json", config).texts("architectures") or []
+
+
 def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Return the description of the model. Raises ``InvalidRequest`` if its architecture is not supported."""
-    named = JsonObject("config.json", config).texts("architectures") or []
+    """Return the native description of the model. Raises ``InvalidRequest`` if its architecture has none."""
+    named = architecture_names(config)
     for name in named:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name](config)

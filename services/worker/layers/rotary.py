@@ -1,10 +1,23 @@
 """Rotary position embedding with tables of cosines and sines for all positions."""
 
 import math
+from typing import Protocol
 
 import torch
 
 from services.worker.described.rope import RopeSettings, has_long_factors
+
+
+class RotationTables(Protocol):
+    """Cosines and sines of all positions, ``[max_tokens, elements]``; see ``Rotary``."""
+
+    @property
+    def cos(self) -> torch.Tensor:
+        """Cosines."""
+
+    @property
+    def sin(self) -> torch.Tensor:
+        """Sines, the first half of each row negated."""
 
 
 class Rotary:

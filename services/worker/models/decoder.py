@@ -20,6 +20,7 @@ from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import AnyLinear, Linear, LinearMaker
 from services.worker.layers.rotary import Rotary
 from services.worker.models.attention import Attention
+from services.worker.models.base import RankModel
 from services.worker.models.experts import Experts
 from services.worker.models.mlp import Mlp
 from services.worker.models.vocabulary import VocabularyLayers
@@ -219,7 +220,7 @@ class DecoderLayer(nn.Module):
 RunLayer = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
-class DecoderModel(nn.Module):
+class DecoderModel(RankModel):
     """The share of a model that a rank holds. ``models.weights`` fills the weights, which are then read-only."""
 
     def __init__(
@@ -262,7 +263,7 @@ class DecoderModel(nn.Module):
                 config, ranks, linear, self.quantizes, has_embedding=self.first, has_head=self.last
             )
         self.vocabulary.clear_padding()
-        self.rotaries = [
+        self.rotaries: list[Rotary] = [
             Rotary(rope, config.rotated_dim, config.max_context_tokens, dtype, device, head_dim=config.head_dim)
             for rope in config.ropes
         ]
@@ -287,14 +288,6 @@ class DecoderModel(nn.Module):
         keep: torch.Tensor | None = None,
         exchange: Exchange = ALONE,
     ) -> torch.Tensor:
-        """Return the normalised hidden states ``[tokens, hidden_size]`` for token ids and positions ``[tokens]`` int64.
-
-        ``keep [samples]`` int32 or int64 selects tokens, in any order. The result is then ``[samples, hidden_size]``.
-        Keys and values are stored for all tokens.
-
-        On later stages, ``inputs`` is the result of the stage before and is changed in place. Stages before the last
-        ignore ``keep`` and return this rank's rows of the residual stream, ``[rows, hidden_size]``.
-        """
         x, delta = exchange.row(inputs, self.vocabulary.embed) if self.first else inputs, None
         unrotated = None, None
         tables = [unrotated if attention.rotates else rotary.at(positions) for rotary in self.rotaries]
@@ -310,18 +303,9 @@ class DecoderModel(nn.Module):
         return hidden if keep is not None else exchange.complete(hidden, tokens)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``[rows, vocab_size]`` of ``hidden [rows, hidden_size]`` in the model's dtype.
-
-        They are the same on all ranks, and may be a view of a wider tensor.
-        """
         return self.vocabulary.project(self.kernels.quantize(hidden) if self.quantizes else hidden)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``[rows, vocab_size]`` float32 of ``hidden [rows, hidden_size]``."""
-        return self.project(hidden).float()
-
     def attention_layers(self) -> list[LayerAttention]:
-        """Return the rules by which the attention backend computes each layer of this stage."""
         return [layer.attention.rules for layer in self.layers]
 
     def targets(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ once for all layers.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numba
 import numpy as np
@@ -22,6 +22,7 @@ from services.worker.layers import matmul_cpu
 from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.fast_cpu import FastCpuKernels, compiled
 from services.worker.layers.matmul_cpu import matmul
+from services.worker.models.base import RankModel
 from services.worker.models.decoder import DecoderModel
 
 _MATRIX, _CUBE, _INDICES = numba.float32[:, ::1], numba.float32[:, :, ::1], numba.int64[::1]
@@ -96,10 +97,11 @@ class FusedDecoder:
         return model.kernels.norm(x, self._norm, model.config.norm_eps)
 
 
-def supports(model: DecoderModel) -> bool:
+def supports(model: RankModel) -> TypeGuard[DecoderModel]:
     """Return whether ``FusedDecoder`` can run ``model``."""
     return (
-        model.ranks.alone
+        isinstance(model, DecoderModel)
+        and model.ranks.alone
         and isinstance(model.kernels, FastCpuKernels)  # on a CPU in float32, and not compiled
         and not model.quantizes
         and not any(undeclared(layer, SUPPORTED) for layer in model.local.layers)

@@ -7,6 +7,8 @@ Weights in fp8 are multiplied by rows in 16 bits. Steps with more rows quantize 
 close to the unquantized model.
 """
 
+from typing import TypeGuard
+
 import torch
 
 from services.worker.attention.base import RotatingAttentionStep
@@ -21,6 +23,7 @@ from services.worker.layers.triton_skinny import (
     skinny_product,
     skinny_sum,
 )
+from services.worker.models.base import RankModel
 from services.worker.models.decoder import DecoderLayer, DecoderModel
 
 # Row limit for wide models in fp8, measured on an H200 with Llamas of 1B (hidden size 2,048) and 8B (4,096).
@@ -106,8 +109,10 @@ class SkinnyDecoder:
         return x, skinny_sum(gated, _weights(mlp.down), x, next_layer.input_norms[0])
 
 
-def supports(model: DecoderModel) -> bool:
+def supports(model: RankModel) -> TypeGuard[DecoderModel]:
     """Return whether ``SkinnyDecoder`` can run ``model``."""
+    if not isinstance(model, DecoderModel):
+        return False
     linears = (
         linear
         for layer in model.layers

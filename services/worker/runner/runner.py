@@ -16,7 +16,7 @@ from services.common.plan.rules import check_plan
 from services.common.plan.types import Batch, LastPlan, Plan, WorkerLimits, micro_batches
 from services.worker.attention.base import AttentionBackend
 from services.worker.attention.kv_cache import KvCache
-from services.worker.models.decoder import DecoderModel
+from services.worker.models.base import RankModel
 from services.worker.parallel.errors import ParallelError
 from services.worker.runner.inputs import Shard, StepInputs, build
 from services.worker.runner.peers import Peers
@@ -42,7 +42,7 @@ class StepRunner:
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: RankModel,
         cache: KvCache,
         attention: AttentionBackend,
         limits: WorkerLimits,

@@ -7,11 +7,12 @@ import torch
 import torch._dynamo  # needed for tensors of ``meta``
 
 from services.worker.boot import cuda as boot_cuda
-from services.worker.boot.common import RunnerParts, make_cache, make_model, read_model
+from services.worker.boot.common import RunnerParts, make_cache
 from services.worker.boot.precompile.dry_device import DryTensors, dry
 from services.worker.boot.precompile.job import Job
 from services.worker.boot.precompile.launches import Launch, recording
 from services.worker.boot.progress import BootProgress
+from services.worker.boot.sources import make_model, read_model
 from services.worker.described.config import ModelConfig
 from services.worker.described.heads import laid_out
 from services.worker.described.ranks import ALONE, Ranks

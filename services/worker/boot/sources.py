@@ -1,0 +1,117 @@
+"""Sources of models: which code computes the model that the flags name, and how its weights are loaded."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+import torch
+
+from services.common.config import ChosenWorkerConfig, WorkerConfig
+from services.common.errors import InvalidRequest
+from services.common.model import files as model_files
+from services.common.model.json_object import read_json
+from services.worker.described.config import ModelConfig
+from services.worker.described.foreign import choose_implementation, refuse_missing_library
+from services.worker.described.ranks import Ranks
+from services.worker.described.shares import local_config
+from services.worker.layers.factory import make_kernels, make_linear
+from services.worker.models import weights
+from services.worker.models.base import ModelSource, RankModel
+from services.worker.models.decoder import DecoderModel
+
+log = structlog.get_logger(__name__)
+
+
+class NativeSource(ModelSource):
+    """A directory with a model of an architecture in the registry."""
+
+    def __init__(self, directory: Path, described: ModelConfig) -> None:
+        self._directory, self.described = directory, described
+
+    def check(self) -> None:
+        weights.check(self._directory, self.described)
+
+    def make(
+        self,
+        config: ChosenWorkerConfig,
+        described: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks,
+        layers: range,
+    ) -> DecoderModel:
+        return make_model(config, described, dtype, device, ranks, layers)
+
+    def fill(self, model: RankModel, *, dummy: bool) -> None:
+        if not isinstance(model, DecoderModel):
+            raise TypeError(f"{type(model).__name__} is not a model that this source made")
+        if dummy:
+            weights.load_dummy(model, seed=0)
+        else:
+            weights.load(self._directory, model.targets(), self.described)
+
+
+def open_model(config: WorkerConfig, dtype: torch.dtype) -> tuple[model_files.ModelCard, ModelSource]:
+    """Return the files of the model that ``config`` names, and its source. Log which code computes it, and why.
+
+    ``dtype`` is that of the weights. Raises ``InvalidRequest``, which names the file or flag.
+    """
+    card, described, reason = _choose(config)
+    log.info("model implementation", name="transformers" if described.foreign else "native", reason=reason)
+    if described.foreign is None:
+        return card, NativeSource(card.directory, described)
+    refuse_missing_library(described.foreign)
+    from services.worker.models.foreign.source import ForeignSource  # loads transformers, which may not be installed
+
+    raw = read_json(card.directory / "config.json", required=True)
+    return card, ForeignSource(card.directory, raw, described, dtype)
+
+
+def read_model(config: WorkerConfig) -> tuple[model_files.ModelCard, ModelConfig]:
+    """Return the files and the description of the model that ``config`` names. The context limit is that of ``config``.
+
+    Raises ``InvalidRequest``, which names the file or flag.
+    """
+    card, described, _ = _choose(config)
+    return card, described
+
+
+def _choose(config: WorkerConfig) -> tuple[model_files.ModelCard, ModelConfig, str]:
+    card = model_files.read_card(config.model, config.served_model_name, weights=config.load_format != "dummy")
+    described, reason = choose_implementation(read_json(card.directory / "config.json", required=True), config)
+    limit = _max_context(config, described.max_context_tokens)
+    return card, replace(described, max_context_tokens=limit), reason
+
+
+def make_model(
+    config: ChosenWorkerConfig,
+    described: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: Ranks,
+    layers: range,
+    *,
+    memory: torch.device | None = None,
+) -> DecoderModel:
+    """Return a rank's ``layers`` of the model with uninitialised weights.
+
+    ``memory`` is the device of the tensors, by default ``device``.
+    """
+    kernels = make_kernels(device, dtype, compiled=config.torch_compile)
+    local = local_config(described, ranks, layers)
+    linear = make_linear(local, dtype, device, config.quantization, ranks.tp_size)
+    adds = device.type == "cuda" and config.quantization == "none" and ranks.tp_size == 1
+    where = memory or device
+    return DecoderModel(described, dtype, where, kernels, linear, adds_in_product=adds, ranks=ranks, layers=layers)
+
+
+def _max_context(config: WorkerConfig, model_limit: int) -> int:
+    if config.max_context_tokens is None:
+        return model_limit
+    if config.max_context_tokens > model_limit:
+        raise InvalidRequest(
+            f"flag max_context_tokens={config.max_context_tokens}: the model's own limit is {model_limit};"
+            " lower it or leave it out",
+            field="max_context_tokens",
+        )
+    return config.max_context_tokens

@@ -1,0 +1,98 @@
+"""The interface of models, which runners compute, and of their sources, from which the boot makes them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from services.common.config import ChosenWorkerConfig
+from services.worker.attention.base import AttentionStep, LayerAttention, RotatingAttentionStep
+from services.worker.described.config import ModelConfig, Windows
+from services.worker.described.ranks import Ranks
+from services.worker.layers.rotary import RotationTables
+from services.worker.parallel.exchange import ALONE, Exchange
+
+
+class RankModel(nn.Module, ABC):
+    """The share of a model that a rank holds. Its weights are read-only after the boot."""
+
+    config: ModelConfig  # of the whole model
+    local: ModelConfig  # of this rank's share
+    ranks: Ranks
+    dtype: torch.dtype
+    device: torch.device
+    first: bool  # the rank has the first stage of a pipeline
+    last: bool  # the rank has the last stage of a pipeline
+    layer_range: range
+    windows: Windows
+    quantizes: bool
+    rotaries: Sequence[RotationTables]  # at least one
+
+    @abstractmethod
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionStep | RotatingAttentionStep,
+        keep: torch.Tensor | None = None,
+        exchange: Exchange = ALONE,
+    ) -> torch.Tensor:
+        """Return the normalised hidden states ``[tokens, hidden_size]`` for token ids and positions ``[tokens]`` int64.
+
+        ``keep [samples]`` int32 or int64 selects tokens, in any order. The result is then ``[samples, hidden_size]``.
+        Keys and values are stored for all tokens.
+
+        On later stages, ``inputs`` is the result of the stage before and is changed in place. Stages before the last
+        ignore ``keep`` and return this rank's rows of the residual stream, ``[rows, hidden_size]``.
+        """
+
+    @abstractmethod
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits ``[rows, vocab_size]`` of ``hidden [rows, hidden_size]`` in the model's dtype.
+
+        They are the same on all ranks, and may be a view of a wider tensor.
+        """
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits ``[rows, vocab_size]`` float32 of ``hidden [rows, hidden_size]``."""
+        return self.project(hidden).float()
+
+    @abstractmethod
+    def attention_layers(self) -> list[LayerAttention]:
+        """Return the rules by which the attention backend computes each layer of this stage.
+
+        Call it after the weights are loaded.
+        """
+
+
+class ModelSource(ABC):
+    """The files of a model and the code that computes it, from which the boot makes a ``RankModel``."""
+
+    described: ModelConfig
+
+    @abstractmethod
+    def check(self) -> None:
+        """Compare the headers of the weight files with the model, before memory is allocated.
+
+        Raises ``InvalidRequest`` if a file is broken, or a tensor is missing or has an unexpected shape or dtype.
+        """
+
+    @abstractmethod
+    def make(
+        self,
+        config: ChosenWorkerConfig,
+        described: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks,
+        layers: range,
+    ) -> RankModel:
+        """Return a rank's ``layers`` of the model. ``described`` is the description as ``laid_out`` for ``device``."""
+
+    @abstractmethod
+    def fill(self, model: RankModel, *, dummy: bool) -> None:
+        """Fill the weights of ``model``, which ``make`` returned, from the files, or with random values.
+
+        Raises ``InvalidRequest`` if a file cannot be read, or does not fit the model.
+        """

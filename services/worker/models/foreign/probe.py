@@ -1,0 +1,251 @@
+"""The attention that each layer of a model asks for, found by a run of the model without weights.
+
+A model that asks for something else than the worker's attention computes is refused by name.
+"""
+
+import inspect
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from services.common.boundaries import errors_to
+from services.worker.models.foreign import attention, experts
+from services.worker.models.foreign.skeleton import first_line, refuse
+
+_PROBE = "tokasaurus_probe"  # name of the attention function that records its calls
+_TOKENS = 3
+# Arguments of attention functions that change no scores, or that ``_Call`` reads.
+_READ = ("scaling", "sliding_window", "softcap", "s_aux", "is_causal", "dropout")
+_WITHOUT_EFFECT = (
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+    "output_router_logits",
+    "layer_idx",
+)
+# Modules that pass values from token to token outside the attention.
+_MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
+
+
+_recorded = threading.local()
+
+
+class _Unsupported(Exception):
+    """A property of the attention that the worker does not compute."""
+
+
+@dataclass(frozen=True)
+class MaskRules:
+    """Object that a model gets instead of a mask: tokens attend to themselves and to the tokens before them."""
+
+    window: int | None  # most recent tokens that a token attends to; None = all
+    supported: bool = True  # false for a mask of another kind
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The attention of one layer."""
+
+    module: nn.Module
+    heads: int
+    kv_heads: int
+    head_dim: int  # elements of a head of queries and keys
+    value_dim: int  # elements of a head of values
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: str | None = None  # name of the parameter of ``module`` with the score of each head's sink
+
+
+def probe(model: Any, architecture: str, max_tokens: int) -> list[AttentionCall]:
+    """Return the attention of each layer of ``model``, in the order in which they run.
+
+    ``model`` is from ``make_skeleton``. Contexts have at most ``max_tokens`` tokens. Raises ``InvalidRequest`` if the
+    worker cannot run the model.
+    """
+    AttentionInterface.register(_PROBE, _record)
+    AttentionMaskInterface.register(_PROBE, _mask_rules)
+    ALL_EXPERTS_FUNCTIONS.register(_PROBE, _without_experts)
+    _recorded.calls, _recorded.most = [], max_tokens
+    _refuse_mixing(model, architecture)
+    model.set_attn_implementation(_PROBE)
+    model.set_experts_implementation(_PROBE)
+    errors: list[BaseException] = []
+    with torch.inference_mode(), errors_to(errors.append):
+        _run(model, torch.device("meta"))
+    if errors and not isinstance(errors[0], _Unsupported):
+        # The model reads values, for example to count the tokens of each expert.
+        errors.clear()
+        _recorded.calls = []
+        with torch.inference_mode(), errors_to(errors.append), _zeros(model):
+            _run(model, torch.device("cpu"))
+    model.set_attn_implementation(attention.NAME)
+    model.set_experts_implementation(experts.NAME)
+    for error in errors:
+        if isinstance(error, _Unsupported):
+            refuse(architecture, str(error))
+        if type(error).__name__ in ("TypeError", "AttributeError") and MaskRules.__name__ in str(error):
+            refuse(architecture, "it computes with the mask of its attention", error)
+        refuse(architecture, f"transformers cannot run it on a flattened batch ({first_line(error)})", error)
+    try:
+        calls = [_call(*recorded) for recorded in _recorded.calls]
+    except _Unsupported as error:
+        refuse(architecture, str(error))
+    _refuse_others(calls, model, architecture)
+    return calls
+
+
+def base_of(model: Any) -> nn.Module:
+    """Return the part of ``model`` between token ids and the input of the vocabulary head."""
+    base: nn.Module = getattr(model, model.base_model_prefix, model)
+    return base
+
+
+def inputs_of(token_ids: torch.Tensor, positions: torch.Tensor) -> Mapping[str, Any]:
+    """Return the arguments of the base for the flattened ``token_ids`` and ``positions [tokens]`` int64."""
+    return {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False}
+
+
+def _run(model: Any, device: torch.device) -> None:
+    token_ids = torch.zeros(_TOKENS, dtype=torch.int64, device=device)
+    # With a mask of padding, transformers does not look for several sequences among the positions.
+    whole = torch.ones(1, _TOKENS, dtype=torch.int64, device=device)
+    base_of(model)(**inputs_of(token_ids, torch.arange(_TOKENS, device=device)), attention_mask=whole)
+
+
+@contextmanager
+def _zeros(model: nn.Module) -> Iterator[None]:
+    """Give all parameters zeros on the CPU that take no memory, inside the context."""
+    shared = dict(model.named_parameters(remove_duplicate=False))
+    try:
+        for name, parameter in shared.items():
+            zeros = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
+            _set(model, name, nn.Parameter(zeros, requires_grad=False))
+        yield
+    finally:
+        for name, parameter in shared.items():
+            _set(model, name, parameter)
+
+
+def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, last = name.rpartition(".")
+    model.get_submodule(path).register_parameter(last, parameter)
+
+
+def _mask_rules(*, mask_function: Any, **_: Any) -> MaskRules:
+    """Return the rules of the mask ``mask_function(batch, head, query, key)``.
+
+    Models also make masks that no layer uses. They may not be computable.
+    """
+    most = _recorded.most
+    keys = torch.arange(most + 1)
+    windows: list[int] = []
+    with errors_to(lambda error: windows.clear()):
+        for query in (most - 1, most // 2):
+            seen = mask_function(0, 0, torch.tensor(query), keys) & (keys >= 0)
+            first = int(seen.int().argmax())
+            windows.append(query - first + 1)
+            if not torch.equal(seen, (keys >= first) & (keys <= query)):
+                return MaskRules(None, supported=False)
+    if not windows or windows[1] not in (windows[0], most // 2 + 1):
+        return MaskRules(None, supported=False)
+    return MaskRules(None if windows[0] == most else windows[0])
+
+
+def _without_experts(module: nn.Module, hidden: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(hidden)
+
+
+def _record(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: object,
+    **settings: Any,
+) -> tuple[torch.Tensor, None]:
+    """Record a call of the attention function, and return zeros."""
+    _recorded.calls.append((module, query.shape, key.shape, value.shape, attention_mask, settings))
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _call(
+    module: nn.Module,
+    query: torch.Size,
+    key: torch.Size,
+    value: torch.Size,
+    mask: object,
+    settings: Mapping[str, Any],
+) -> AttentionCall:
+    """Return the description of a recorded call. Raises ``_Unsupported``."""
+    others = {
+        name: given
+        for name, given in settings.items()
+        if given is not None and given is not False and name not in (*_READ, *_WITHOUT_EFFECT)
+    }
+    if others:
+        raise _Unsupported(f"its attention has {', '.join(sorted(others))}, which the worker's has not")
+    if settings.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise _Unsupported("its attention also reads later tokens")
+    if isinstance(mask, MaskRules) and not mask.supported:
+        raise _Unsupported("its attention is by chunks, or has another mask of its own")
+    if not (mask is None or isinstance(mask, MaskRules)):
+        raise _Unsupported("it adds a mask or a bias of its own to the scores")
+    if query[0] != 1 or not query[2] == key[2] == value[2] == _TOKENS or query[1] % key[1] or key[3] != query[3]:
+        raise _Unsupported(f"its attention has queries of shape {list(query)} and keys of shape {list(key)}")
+    window = mask.window if isinstance(mask, MaskRules) else settings.get("sliding_window")
+    scale, soft_cap = settings.get("scaling"), settings.get("softcap")
+    if not all(each is None or isinstance(each, int | float) for each in (scale, soft_cap, window)):
+        raise _Unsupported("the scale, cap or window of its attention is computed at each step")
+    return AttentionCall(
+        module=module,
+        heads=query[1],
+        kv_heads=key[1],
+        head_dim=query[3],
+        value_dim=value[3],
+        scale=query[3] ** -0.5 if scale is None else float(scale),
+        window=window or None,
+        soft_cap=soft_cap or None,
+        sinks=_sinks(module, settings.get("s_aux")),
+    )
+
+
+def _sinks(module: nn.Module, given: torch.Tensor | None) -> str | None:
+    """Return the name of the parameter ``given`` of ``module``. Raises ``_Unsupported`` for another tensor."""
+    if given is None:
+        return None
+    for name, parameter in module.named_parameters():
+        if parameter is given:
+            return name
+    raise _Unsupported("the sinks of its attention are computed at each step")
+
+
+def _refuse_mixing(model: Any, architecture: str) -> None:
+    if getattr(model, "_is_stateful", False):
+        refuse(architecture, "it has state-space, recurrent or linear-attention layers")
+    if model.config.is_encoder_decoder:
+        refuse(architecture, "it has an encoder")
+    for name, module in model.named_modules():
+        if isinstance(module, _MIXING):
+            refuse(architecture, f"{name} is a {type(module).__name__}, which mixes tokens outside the attention")
+
+
+def _refuse_others(calls: Sequence[AttentionCall], model: Any, architecture: str) -> None:
+    if base_of(model) is model:
+        refuse(architecture, "its code has no part without the vocabulary head")
+    if "position_ids" not in inspect.signature(base_of(model).forward).parameters:
+        refuse(architecture, "its code takes no position_ids")
+    if not calls:
+        refuse(architecture, "its code does not use the attention interface of transformers")
+    if len({id(call.module) for call in calls}) < len(calls):
+        refuse(architecture, "a layer computes attention several times in a step")
+    if len({(call.heads, call.kv_heads) for call in calls}) > 1:
+        refuse(architecture, "its layers have different numbers of heads")

@@ -1,0 +1,51 @@
+"""The source of a model that transformers computes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.common.config import ChosenWorkerConfig
+from services.worker.described.config import ModelConfig
+from services.worker.described.ranks import Ranks
+from services.worker.models.base import ModelSource, RankModel
+from services.worker.models.foreign import loading
+from services.worker.models.foreign.model import ForeignModel, describe
+from services.worker.models.foreign.probe import probe
+from services.worker.models.foreign.skeleton import fix_rotations, make_skeleton
+
+
+class ForeignSource(ModelSource):
+    """A directory with a model that transformers computes. It makes one ``ForeignModel``."""
+
+    def __init__(self, directory: Path, raw: Mapping[str, Any], described: ModelConfig, dtype: torch.dtype) -> None:
+        """Find out what the layers ask of their attention. ``raw`` is the content of ``config.json``.
+
+        ``described`` is the estimate of ``read_foreign``. Raises ``InvalidRequest`` if the worker cannot run the model.
+        """
+        name = described.foreign or ""
+        self._directory, self._skeleton = directory, make_skeleton(raw, name, dtype)
+        fix_rotations(self._skeleton, name, described.max_context_tokens)
+        self._calls = probe(self._skeleton, name, described.max_context_tokens)
+        self.described = describe(described, self._skeleton, self._calls)
+
+    def check(self) -> None:
+        loading.check(self._directory, self._skeleton)
+
+    def make(
+        self,
+        config: ChosenWorkerConfig,
+        described: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks,
+        layers: range,
+    ) -> ForeignModel:
+        return ForeignModel(described, self._skeleton, self._calls, dtype, device)
+
+    def fill(self, model: RankModel, *, dummy: bool) -> None:
+        if dummy:
+            loading.load_dummy(self._skeleton, model.device, seed=0)
+        else:
+            loading.load(self._directory, self._skeleton, model.device)

@@ -1,0 +1,82 @@
+"""Tiny checkpoints of architectures without a native implementation, as transformers itself writes them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.checkpoints import randomise, write_tokenizer
+
+# Sizes under the keys that architectures have for them. A config takes those that its class knows.
+_SIZES = {
+    **{"vocab_size": 400, "max_position_embeddings": 256, "hidden_size": 64, "intermediate_size": 96},
+    **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    **{"n_positions": 256, "n_embd": 64, "n_layer": 3, "n_head": 4, "ffn_dim": 96, "word_embed_proj_dim": 64},
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4},
+    **{"num_experts_per_tok": 2, "moe_k": 2, "moe_topk": 2, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1},
+    **{"n_shared_experts": 1, "moe_num_shared_experts": 1, "shared_expert_intermediate_size": 32},
+    **{"first_k_dense_replace": 1, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 1},
+    "tie_word_embeddings": False,  # with a tied head, models of random weights repeat their input
+}
+# Heads whose keys and values are projected from a smaller vector.
+_LATENT = {
+    **{"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12},
+    **{"head_dim": 8, "num_key_value_heads": 4},
+}
+_WINDOWS = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+# The classes of transformers and the settings that the test of each wants beside the sizes.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "apertus": ("Apertus", {}),
+    "arcee": ("Arcee", {}),
+    "biogpt": ("BioGpt", {}),
+    "cohere": ("Cohere", {}),
+    "cohere2": ("Cohere2", _WINDOWS),
+    "codegen": ("CodeGen", {"rotary_dim": 8}),
+    "deepseek_v2": ("DeepseekV2", _LATENT | {"topk_method": "greedy"}),
+    "deepseek_v3": ("DeepseekV3", _LATENT),
+    "ernie4_5": ("Ernie4_5", {}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {}),
+    "exaone4": ("Exaone4", _WINDOWS),
+    "gemma": ("Gemma", {}),
+    "glm": ("Glm", {}),
+    "glm4": ("Glm4", {}),
+    "gpt2": ("GPT2", {"tie_word_embeddings": True}),
+    "gpt_bigcode": ("GPTBigCode", {}),
+    "gpt_neox": ("GPTNeoX", {}),
+    "gptj": ("GPTJ", {"rotary_dim": 8}),
+    "granitemoe": ("GraniteMoe", {"attention_multiplier": 0.3}),
+    "helium": ("Helium", {}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", {}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", {}),
+    "minimax_m2": ("MiniMaxM2", {}),
+    "nemotron": ("Nemotron", {}),
+    "olmo": ("Olmo", {}),
+    "olmo3": ("Olmo3", _WINDOWS),
+    "olmoe": ("Olmoe", {}),
+    "opt": ("OPT", {}),
+    "persimmon": ("Persimmon", {}),
+    "phi": ("Phi", {}),
+    "qwen2_moe": ("Qwen2Moe", {}),
+    "seed_oss": ("SeedOss", {}),
+    "stablelm": ("StableLm", {}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 20}),
+    "vaultgemma": ("VaultGemma", _WINDOWS | {"attn_logit_softcapping": 2.0}),
+}
+
+
+def make_foreign_checkpoint(directory: Path, architecture: str, **changes: Any) -> Path:
+    """Write a checkpoint of ``architecture`` with random weights, and a tokenizer. Return its directory."""
+    name, settings = ARCHITECTURES[architecture]
+    kind = getattr(transformers, f"{name}Config")
+    defaults = kind()
+    sizes = {key: value for key, value in _SIZES.items() if hasattr(defaults, key)}
+    config = kind(**sizes | settings | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    randomise(model, seed=3)
+    transformers.utils.logging.disable_progress_bar()
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory)
+    write_tokenizer(directory, "bytes")
+    return directory

@@ -1,0 +1,263 @@
+"""Models that transformers computes (``model_impl=transformers``)."""
+
+import importlib.util
+import json
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from services.common.config import WorkerConfig
+from services.common.errors import InvalidRequest
+from services.common.model.json_object import read_json
+from services.worker.boot.common import boot
+from services.worker.described.foreign import choose_implementation
+from tests.foreign_models import ARCHITECTURES, make_foreign_checkpoint
+from tests.worker.driver import Driver, admission, batch
+
+PAGE, TOKENS = 16, 12
+# These run with each change, the others in ``make test-all``.
+FEW = ("cohere2", "deepseek_v2", "gpt2")
+EACH = [each if each in FEW else pytest.param(each, marks=pytest.mark.slow) for each in ARCHITECTURES]
+FLAGS = {
+    **{"device": "cpu", "page_size": PAGE, "kv_cache_num_tokens": PAGE * 128, "torch_num_threads": 2},
+    **{"max_tokens_per_forward": 64, "max_seqs_per_forward": 16},
+}
+LLAMA = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 400, "hidden_size": 64},
+    **{"intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256},
+}
+OTHER = LLAMA | {"architectures": ["ArceeForCausalLM"], "model_type": "arcee", "hidden_act": "relu2"}
+
+
+@pytest.fixture(scope="session")
+def foreign(tmp_path_factory):
+    """``foreign("gpt2", key=value, ...)``: the directory of a checkpoint, made once for each set of arguments."""
+
+    @cache
+    def make(architecture: str, changes: tuple):
+        directory = tmp_path_factory.mktemp("foreign") / architecture
+        return make_foreign_checkpoint(directory, architecture, **dict(changes))
+
+    return lambda architecture, **changes: make(architecture, tuple(sorted(changes.items())))
+
+
+def prompt_of(tokens: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(6, 400, tokens).tolist()
+
+
+def started(directory, **flags) -> Driver:
+    return Driver(boot(WorkerConfig(model=str(directory), **FLAGS | flags)).runner)
+
+
+def choices(model, prompt: list[int], answer: list[int]) -> list[int]:
+    """The likeliest token behind each token of a sequence, from the end of ``prompt`` on."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    return logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("architecture", EACH)
+def test_greedy_tokens_are_those_of_transformers(architecture, foreign, reference):
+    """Prompts in chunks, several sequences at once, more than a page, a cached prefix, and one sequence again."""
+    directory = foreign(architecture)
+    model, driver = reference(directory), started(directory)
+    prompts = [prompt_of(length, seed) for seed, length in enumerate((50, 7, PAGE + 1, 33, 1))]
+    answers = driver.generate(prompts, TOKENS, chunk=17)
+    for prompt, tokens in zip(prompts, answers, strict=True):
+        assert choices(model, prompt, tokens) == tokens
+        generated = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=TOKENS,
+            eos_token_id=-1,
+        )
+        assert generated[0, len(prompt) :].tolist() == tokens
+    assert len({token for tokens in answers for token in tokens}) > 3
+    # The pages of slot 0 have the first 48 tokens of its prompt.
+    driver.run(admissions=(admission(6, prompts[0], [0, 1, 2, 100, 101], cached_tokens=48),), batch=batch([6], [2]))
+    while len(driver.tokens[6]) < TOKENS:
+        driver.run(batch=batch([6], [1]))
+    assert driver.tokens[6] == answers[0]
+    driver.reset()
+    assert driver.generate(prompts[:1], TOKENS) == answers[:1]
+    driver.runner.close()
+
+
+@pytest.mark.parametrize("architecture", ["cohere2", "gpt2"])
+def test_a_preempted_sequence_continues_with_the_same_tokens(architecture, foreign):
+    driver, prompt = started(foreign(architecture)), prompt_of(20)
+    (expected,) = driver.generate([prompt], TOKENS)
+    driver.reset()
+    (before,) = driver.generate([prompt], 5)
+    driver.reset()
+    (after,) = driver.generate([prompt + before], TOKENS - 5, chunk=9)
+    assert before + after == expected
+
+
+def test_a_native_architecture_gives_the_same_tokens_either_way(checkpoint, reference):
+    directory, prompts = checkpoint("gpt_oss"), [prompt_of(60), prompt_of(5, 1)]
+    answers = [started(directory, model_impl=each).generate(prompts, TOKENS) for each in ("native", "transformers")]
+    assert (
+        answers[0]
+        == answers[1]
+        == [choices(reference(directory), *each) for each in zip(prompts, answers[0], strict=True)]
+    )
+
+
+def test_random_weights_need_no_files(foreign, tmp_path):
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((foreign("olmoe") / name).read_bytes())
+    first, second = (started(tmp_path, load_format="dummy").generate([prompt_of(9)], 4) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration .* ends with ForCausalLM"),
+        ({"architectures": ["BartForCausalLM"], "is_encoder_decoder": True}, "BartForCausalLM .* has an encoder"),
+        ({"architectures": ["MllamaForCausalLM"], "vision_config": {}}, r"MllamaForCausalLM .*\(vision_config\)"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM .* state-space"),
+        ({"architectures": ["JambaForCausalLM"]}, "JambaForCausalLM .* state-space"),
+        ({"architectures": ["Lfm2ForCausalLM"]}, "Lfm2ForCausalLM .* convolution"),
+        ({"architectures": ["Qwen3NextForCausalLM"]}, "Qwen3NextForCausalLM .* linear-attention"),
+        ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM .* interface of transformers"),
+        ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM .* interface of transformers"),
+        ({"architectures": ["MptForCausalLM"]}, "MptForCausalLM .* interface of transformers"),
+        ({"alibi": True}, r"ArceeForCausalLM .*\(ALiBi\)"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types contain 'chunked_attention'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map asks for code from the model's directory"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "rope_type 'dynamic'"),
+        ({"architectures": []}, "architectures is missing"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"hidden_size": "wide"}, "hidden_size='wide'"),
+    ],
+)
+def test_models_that_cannot_run_are_refused_by_name(changes, named):
+    with pytest.raises(InvalidRequest, match=named) as caught:
+        choose_implementation(OTHER | changes, WorkerConfig())
+    assert caught.value.field == "model"
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "named"),
+    [
+        ("DiffLlama", {}, "DiffLlamaForCausalLM .* attention several times"),
+        ("Doge", {}, "DogeForCausalLM .* mask"),
+        ("Bert", {}, "BertLMHeadModel .* later tokens"),
+        ("Lara", None, "LaraForCausalLM.* not a language model that transformers"),
+        ("Llama4Text", {"attention_chunk_size": 32}, "Llama4ForCausalLM .* by chunks"),
+        ("Persimmon", {"hidden_act": "no such thing"}, "transformers .* makes no PersimmonForCausalLM"),
+        ("Helium", {"architectures": ["HeliumMaskedForCausalLM"]}, "not a language model that transformers"),
+    ],
+)
+def test_code_of_transformers_that_cannot_run_is_refused_before_weights_are_read(kind, changes, named, tmp_path):
+    settings = OTHER | {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower()}
+    if changes is not None:
+        sizes = {"vocab_size": 400, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
+        made = getattr(transformers, f"{kind}Config")(
+            **sizes | {"num_hidden_layers": 2, "max_position_embeddings": 256}
+        )
+        known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        settings = made.to_dict() | {"architectures": [known[made.model_type]], "layer_types": None} | changes
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "model.safetensors").write_bytes(b"is not read")
+    with pytest.raises(InvalidRequest, match=named):
+        started(tmp_path, model_impl="transformers")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("tp_size", 2), ("pp_size", 2), ("quantization", "fp8"), ("torch_compile", True)]
+)
+def test_flags_that_it_does_not_support_are_refused(flag, value):
+    with pytest.raises(InvalidRequest, match=f"flag {flag}=.*ArceeForCausalLM runs through transformers") as caught:
+        choose_implementation(OTHER, WorkerConfig(**{flag: value}))
+    assert caught.value.field == flag
+    choose_implementation(LLAMA, WorkerConfig(**{flag: value}))
+
+
+def test_auto_prefers_the_native_implementation():
+    described, reason = choose_implementation(LLAMA, WorkerConfig())
+    assert described.foreign is None
+    assert reason == "LlamaForCausalLM has a native implementation"
+    described, reason = choose_implementation(OTHER, WorkerConfig())
+    assert described.foreign == "ArceeForCausalLM"
+    assert reason == "ArceeForCausalLM has no native implementation"
+
+
+def test_auto_uses_transformers_for_a_setting_that_the_native_implementation_lacks():
+    described, reason = choose_implementation(LLAMA | {"hidden_act": "gelu"}, WorkerConfig())
+    assert described.foreign == "LlamaForCausalLM"
+    assert "the native implementation of LlamaForCausalLM declines: config.json: hidden_act='gelu'" in reason
+    with pytest.raises(InvalidRequest, match="hidden_act='gelu' is not supported"):
+        choose_implementation(LLAMA | {"hidden_act": "gelu"}, WorkerConfig(model_impl="native"))
+
+
+def test_auto_names_the_native_reason_if_transformers_cannot_run_the_model_either():
+    with pytest.raises(InvalidRequest, match="hidden_act='gelu' is not supported"):
+        choose_implementation(LLAMA | {"hidden_act": "gelu", "alibi": True}, WorkerConfig())
+
+
+def test_native_refuses_other_architectures():
+    with pytest.raises(InvalidRequest, match=r"ArceeForCausalLM.* is not supported; choose a model of"):
+        choose_implementation(OTHER, WorkerConfig(model_impl="native"))
+
+
+def test_a_missing_library_is_named(foreign, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InvalidRequest, match=r"GPT2LMHeadModel .* pip install 'tokasaurus\[worker-transformers\]'"):
+        started(foreign("gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (lambda tensors: tensors.pop("transformer.h.1.ln_1.weight"), "missing, e.g. transformer.h.1.ln_1.weight"),
+        (
+            lambda tensors: tensors.update({"transformer.wpe.weight": torch.zeros(9, 64)}),
+            r"transformer.wpe.weight has shape \[9, 64\], config.json asks for \[256, 64\]",
+        ),
+        (
+            lambda tensors: tensors.update({"transformer.wpe.weight": torch.zeros(256, 64, dtype=torch.int8)}),
+            "transformer.wpe.weight has dtype I8",
+        ),
+        (lambda tensors: tensors.update({"another": torch.zeros(2)}), "no place in this architecture, e.g. another"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(changes, message, foreign, tmp_path):
+    source = foreign("gpt2")
+    tensors = load_file(source / "model.safetensors")
+    changes(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    with pytest.raises(InvalidRequest, match=message):
+        started(tmp_path)
+
+
+def test_long_factors_serve_contexts_beyond_the_original_one(foreign, tmp_path, reference):
+    """As transformers computes a prompt that is longer than the original context."""
+    half = 8  # pairs of a head
+    scaling = {
+        **{"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0},
+        **{"short_factor": [1.0] * half, "long_factor": [1.5 + pair / 4 for pair in range(half)]},
+    }
+    directory = make_foreign_checkpoint(tmp_path, "arcee", rope_parameters=scaling)
+    prompt = prompt_of(80)
+    (tokens,) = started(directory).generate([prompt], TOKENS)
+    assert choices(reference(directory), prompt, tokens) == tokens
+    prompt = prompt_of(30)
+    (tokens,) = started(directory, max_context_tokens=64).generate([prompt], TOKENS)
+    assert choices(reference(directory), prompt, tokens) == tokens
+
+
+def test_the_context_of_an_older_config_is_found(foreign):
+    described, _ = choose_implementation(read_json(foreign("gpt2") / "config.json"), WorkerConfig())
+    assert described.max_context_tokens == 256
+    assert (len(described.layers), described.heads, described.hidden_size) == (3, 4, 64)
