@@ -28,6 +28,9 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool
 LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Köln"}}'
 PAST_CALL = {"function": {"name": "clock", "arguments": "{}"}}
 THOUGHT = "<think>\nIs it cold?\n</think>\n\n"
+# Without <|end|>, which is the end of answers of the built-in model.
+CHANNELS = "<|channel|>analysis<|message|>Is it cold?<|start|>assistant<|channel|>final<|message|>It is."
+GPT_OSS = LLAMA.replace("ipython", "tool") + "{# <|start|>assistant<|channel|>final<|message|> #}"
 
 
 def saying(text: str, **body) -> dict:
@@ -244,15 +247,22 @@ def test_without_a_parser_all_is_text(tmp_path):
     assert (choice.message.content, choice.finish_reason) == (THOUGHT + CALL, "stop")
 
 
-def test_marks_are_text_where_the_tokenizer_calls_them_special(tmp_path):
+@pytest.mark.parametrize(
+    ("names", "texts"),
+    [
+        (("<tool_call>", "</think>", "<other>"), [b"<tool_call>", b"</think>", b""]),
+        (("<|channel|>", "<|start|>", "<|return|>"), [b"<|channel|>", b"<|start|>", b""]),
+        (("<|message|>", "<|start|>", "<|return|>"), [b"", b"", b""]),
+    ],
+)
+def test_marks_are_text_where_the_tokenizer_calls_them_special(tmp_path, names, texts):
     directory = make_model(tmp_path / "m", QWEN)
     document = json.loads((directory / "tokenizer.json").read_text())
-    names = ("<tool_call>", "</think>", "<other>")
     for number, name in enumerate(names):
         document["added_tokens"].append(document["added_tokens"][0] | {"id": 2048 + number, "content": name})
     (directory / "tokenizer.json").write_text(json.dumps(document))
     vocabulary = Tokenizer.load(str(directory)).vocabulary
-    assert [vocabulary.text_bytes([2048 + number]) for number in range(3)] == [b"<tool_call>", b"</think>", b""]
+    assert [vocabulary.text_bytes([2048 + number]) for number in range(3)] == texts
 
 
 @pytest.mark.parametrize(
@@ -263,6 +273,7 @@ def test_marks_are_text_where_the_tokenizer_calls_them_special(tmp_path):
         (LLAMA, {}, LLAMA3, False),
         ("{{ messages }}{{ tools }}<|python_tag|>", {}, LLAMA3, False),
         (QWEN + "{# <function=name> #}", {}, None, True),
+        (QWEN + "{# <arg_key>name</arg_key> #}", {}, None, True),
         (LLAMA, {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}, HERMES, True),
         (QWEN, {"tool_call_parser": "llama3", "reasoning_parser": "none"}, LLAMA3, False),
     ],
@@ -272,3 +283,21 @@ def test_formats_are_those_of_the_template_or_of_the_flags(tmp_path, template, f
     formats = OutputFormats.of(GatewayConfig(**flags), tokenizer)
     assert (formats.calls, formats.reasoning) == (calls, reasoning)
     assert formats.calls_known == (calls is not None)
+    assert not formats.channels
+
+
+@pytest.mark.parametrize("flag", ["auto", "gpt_oss", "none"])
+def test_channels_are_read_as_the_template_or_the_flag_has_them(tmp_path, flag):
+    tokenizer = Tokenizer.load(str(make_model(tmp_path / "m", QWEN if flag == "gpt_oss" else GPT_OSS)))
+    formats = OutputFormats.of(GatewayConfig(reasoning_parser=flag), tokenizer)
+    assert formats.channels == formats.has_reasoning == (flag != "none")
+
+
+@pytest.mark.parametrize("ask", [first, streamed])
+def test_the_analysis_of_gpt_oss_is_reasoning(tmp_path, ask):
+    running = start_parrot(tmp_path, GPT_OSS)
+    try:
+        choice = ask(running, CHANNELS)
+    finally:
+        running.stop()
+    assert (choice.message.reasoning_content, choice.message.content) == ("Is it cold?", "It is.")

@@ -86,8 +86,10 @@ class GatewayFlags(Config):
     tool_call_parser: Literal["auto", "llama3", "hermes", "none"] = Field(
         "auto", description="how the model writes tool calls; auto: as its chat template does; none: they stay text"
     )
-    reasoning_parser: Literal["auto", "qwen3", "none"] = Field(
-        "auto", description="qwen3: <think>...</think> is the model's reasoning; auto: if its chat template has it"
+    reasoning_parser: Literal["auto", "qwen3", "gpt_oss", "none"] = Field(
+        "auto",
+        description="qwen3: <think>...</think> is the model's reasoning; gpt_oss: the channel analysis is; auto: as its"
+        " chat template does",
     )
 
     @model_validator(mode="after")

@@ -20,6 +20,8 @@ from services.common.model.json_object import MOST_VOCABULARY
 _SPACE_MARK = "▁"  # SentencePiece writes a space as this
 # Some tokenizers declare these special, but an answer cannot be parsed without them.
 _MARKS = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>"})
+# Marks of the messages in an answer of gpt-oss. Only tokenizers that have the first are of its kind.
+_CHANNEL_MARKS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -68,12 +70,13 @@ def read_vocabulary(tokenizer: tokenizers.Tokenizer, model_vocab_size: int = 0) 
             " tokenizer.json again, or name another tokenizer=",
             field="tokenizer",
         )
+    marks = _MARKS.union(_CHANNEL_MARKS if _CHANNEL_MARKS[0] in pieces else ())
     token_bytes = [b""] * size
     for piece, token in pieces.items():
         entry = added.get(token)
         if entry is None:
             token_bytes[token] = to_bytes(piece)
-        elif not entry["special"] or entry["content"] in _MARKS:
+        elif not entry["special"] or entry["content"] in marks:
             token_bytes[token] = to_bytes(piece) if to_bytes is _sentencepiece else piece.encode()
     names = {token: entry["content"] for token, entry in added.items() if entry["special"]}
     return Vocabulary(token_bytes, frozenset(names), names)

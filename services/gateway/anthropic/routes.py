@@ -67,7 +67,7 @@ def _traits(gateway: Gateway, body: CountTokensBody) -> ModelTraits:
     template = gateway.text.tokenizer.chat_template(tools=tools)
     formats = gateway.formats
     return ModelTraits(
-        template.variables, shows_late_system(template), formats.reasoning, formats.takes_thinking_budgets
+        template.variables, shows_late_system(template), formats.has_reasoning, formats.takes_thinking_budgets
     )
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from services.common.text.vocabulary import Vocabulary
 from services.gateway.openai.output.calls import HERMES, LLAMA3, CallParser
+from services.gateway.openai.output.channels import ChannelParser
 from services.gateway.openai.output.deltas import Arguments, CallBegun, Content, Parts, ReasoningDelta, parts_of
 from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.openai.output.reader import OutputReader
@@ -125,6 +126,47 @@ def test_reasoning(text, opened, thoughts, content):
     parts = read([text], form=None, thinks=True, opened=opened)
     assert (parts.reasoning, parts.content) == (thoughts, content)
     assert read(text, form=None, thinks=True, opened=opened) == parts
+
+
+ANALYSIS, FINAL_MARK = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"
+
+
+def in_channels(pieces) -> Parts:
+    reading = OutputReader(ChannelParser())
+    return parts_of([delta for piece in pieces for delta in reading.push(piece)] + reading.finish())
+
+
+@pytest.mark.parametrize(
+    ("text", "thoughts", "content"),
+    [
+        (f"{ANALYSIS}I see.<|end|>{FINAL_MARK}Yes. ", "I see.", "Yes. "),
+        (f"{ANALYSIS}a<|end|><|start|>assistant{ANALYSIS}b<|end|>{FINAL_MARK}c", "ab", "c"),
+        ("<|channel|>final<|message|>Yes.<|end|>", "", "Yes."),
+        ("<|channel|>commentary<|message|>I look.<|end|>" + FINAL_MARK + "Yes.", "", "I look.Yes."),
+        ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}", "", "{}"),
+        (f"{ANALYSIS}I was cut <|en", "I was cut <|en", ""),
+        (f"{ANALYSIS}a<|end|><|start|>assis", "a", ""),
+        (f"{ANALYSIS}a{FINAL_MARK}b", "a", "b"),
+        ("<|channel|>ana", "", ""),
+        ("<|chan", "", "<|chan"),
+        ('{"a": "<|end|>"}', "", '{"a": "<|end|>"}'),
+        ("Yes.", "", "Yes."),
+        ("", "", ""),
+    ],
+)
+def test_channels(text, thoughts, content):
+    parts = in_channels([text])
+    assert (parts.reasoning, parts.content) == (thoughts, content)
+    assert in_channels(text) == parts
+
+
+def test_tokens_of_channels_are_those_up_to_the_final_one():
+    names = [b"<|channel|>", b"analysis", b"final", b"<|message|>", b"a", b"<|end|>", b"<|start|>", b"assistant"]
+    vocabulary = Vocabulary(names, frozenset())
+    reading = OutputFormats(channels=True).reader(vocabulary, tools=(), parallel=True, thinking_opened=False)
+    reading.count([0, 1, 3, 4, 4, 5, 6, 7, 0, 2, 3, 4, 4, 4])
+    reading.push(ANALYSIS)
+    assert reading.reasoning_tokens == 11
 
 
 def test_a_call_in_the_thoughts_is_none():

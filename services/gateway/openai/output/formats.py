@@ -8,8 +8,12 @@ from services.common.text.thinking import ENDS, NO_THINKING_TOKENS, ThinkingToke
 from services.common.text.tokenizer import Tokenizer
 from services.common.text.vocabulary import Vocabulary
 from services.gateway.openai.output.calls import CALL_FORMATS, HERMES, LLAMA3, CallFormat, CallParser
+from services.gateway.openai.output.channels import FINAL, ChannelParser
 from services.gateway.openai.output.reader import OutputReader
 from services.gateway.openai.output.reasoning import ReasoningParser, ReasoningTokens
+
+# Marks of calls that are not JSON, in the formats of Qwen3-Coder and GLM-4.5.
+_OTHER_CALLS = ("<function=", "<arg_key>")
 
 
 @dataclass(frozen=True)
@@ -18,8 +22,14 @@ class OutputFormats:
 
     calls: CallFormat | None = None  # None: tool calls stay in the text
     calls_known: bool = True  # False: neither the flags nor the template say how it writes tool calls
-    reasoning: bool = False  # an answer may begin with a reasoning section
+    reasoning: bool = False  # an answer may begin with a reasoning section between ``<think>`` and ``</think>``
+    channels: bool = False  # an answer consists of messages in channels, as those of gpt-oss
     thinking_tokens: ThinkingTokens = NO_THINKING_TOKENS  # of the reasoning section
+
+    @property
+    def has_reasoning(self) -> bool:
+        """True if an answer may have reasoning, in any form."""
+        return self.reasoning or self.channels
 
     @property
     def takes_thinking_budgets(self) -> bool:
@@ -30,13 +40,14 @@ class OutputFormats:
     def of(cls, config: GatewayConfig, tokenizer: Tokenizer) -> "OutputFormats":
         """Return the formats that the flags set. The flag value ``auto`` detects them in the chat template."""
         source = tokenizer.chat_template(tools=True).source if tokenizer.has_chat_template else ""
-        calls = CALL_FORMATS.get(config.tool_call_parser)
+        calls, reasoning = CALL_FORMATS.get(config.tool_call_parser), config.reasoning_parser
         if config.tool_call_parser == "auto":
             calls = _detected(source)
         return cls(
             calls=calls,
             calls_known=calls is not None or config.tool_call_parser == "none",
-            reasoning=config.reasoning_parser == "qwen3" or (config.reasoning_parser == "auto" and ENDS in source),
+            reasoning=reasoning == "qwen3" or (reasoning == "auto" and ENDS in source),
+            channels=reasoning == "gpt_oss" or (reasoning == "auto" and FINAL in source),
             thinking_tokens=ThinkingTokens.of(tokenizer),
         )
 
@@ -55,6 +66,9 @@ class OutputFormats:
         tool.
         """
         calls = CallParser(self.calls, tools) if self.calls is not None and tools else None
+        if self.channels:
+            tokens = ReasoningTokens(vocabulary, FINAL)
+            return OutputReader(ChannelParser(), calls, parallel=parallel, named=named, tokens=tokens)
         if not self.reasoning:
             return OutputReader(None, calls, parallel=parallel, named=named) if calls is not None else None
         reasoning = ReasoningParser(opened=thinking_opened)
@@ -62,7 +76,7 @@ class OutputFormats:
 
 
 def _detected(template: str) -> CallFormat | None:
-    if "<function=" in template:  # Qwen3-Coder's, which is no JSON
+    if any(mark in template for mark in _OTHER_CALLS):
         return None
     if HERMES.begins[0] in template:
         return HERMES

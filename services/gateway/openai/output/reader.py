@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from services.common.text.vocabulary import TokenIds
 from services.gateway.openai.output.calls import CallParser
+from services.gateway.openai.output.channels import ChannelParser
 from services.gateway.openai.output.deltas import Arguments, CallBegun, Content, Delta, merged
 from services.gateway.openai.output.reasoning import ReasoningParser, ReasoningTokens
 
@@ -16,7 +17,7 @@ class OutputReader:
 
     def __init__(
         self,
-        reasoning: ReasoningParser | None = None,
+        reasoning: ReasoningParser | ChannelParser | None = None,
         calls: CallParser | None = None,
         *,
         parallel: bool = True,

@@ -51,10 +51,10 @@ class ReasoningParser(Incremental):
 
 
 class ReasoningTokens:
-    """Counts the tokens up to the end of the reasoning, its markers included."""
+    """Counts the tokens up to ``end``, the end of the reasoning, its markers included."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._token_bytes = vocabulary.token_bytes
+    def __init__(self, vocabulary: Vocabulary, end: str = ENDS) -> None:
+        self._token_bytes, self._end = vocabulary.token_bytes, end.encode()
         self._tail = b""
         self._ended = False
         self.count = 0
@@ -63,12 +63,11 @@ class ReasoningTokens:
         """Count the next tokens of the answer."""
         if self._ended:
             return
-        end = ENDS.encode()
         for token_id in token_ids:
             self.count += 1
             added = self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
             self._tail += added
-            if end in self._tail:
+            if self._end in self._tail:
                 self._ended = True
                 return
-            self._tail = self._tail[1 - len(end) :]
+            self._tail = self._tail[1 - len(self._end) :]
