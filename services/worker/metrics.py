@@ -9,6 +9,7 @@ from services.common.config import WorkerConfig
 from services.worker.boot.compilation import kernel_compilations, recompilations
 from services.worker.engine.engine import Engine
 from services.worker.engine.power import Power
+from services.worker.models.expert_load import ExpertLoad, imbalance
 
 
 class WorkerMetrics:
@@ -18,9 +19,11 @@ class WorkerMetrics:
         self._engine, self._config = engine, config
         self._labels: dict[str, str] = {}
         self._power: Power | None = None
+        self._load: ExpertLoad | None = None
 
-    def begin(self, device: str) -> None:
-        """Start to yield metrics, when the model is loaded on ``device``."""
+    def begin(self, device: str, load: ExpertLoad | None = None) -> None:
+        """Start to yield metrics, when the model is loaded on ``device``. ``load`` is that of its experts."""
+        self._load = load
         config = self._config
         self._power = Power.of(torch.device(device))
         ranks = {"dp_rank": config.dp_rank, "tp_rank": config.tp_rank, "pp_rank": config.pp_rank}
@@ -49,11 +52,22 @@ class WorkerMetrics:
         yield self._gauge("plans_queued", "Plans received and not yet started", self._engine.queued_plans)
         compiled: dict[tuple[str, ...], float] = {("graph",): recompilations(), ("kernel",): kernel_compilations()}
         yield self._counter("recompilations", "Compilations since the worker was ready", compiled, "kind")
+        if self._load is not None:
+            yield from self._experts(self._load)
         if self._power is not None:
             if (joules := self._power.joules()) is not None:
                 yield self._counter("energy_joules", "Energy that the device has used", {(): joules})
             if (watts := self._power.watts()) is not None:
                 yield self._gauge("power_watts", "Power that the device draws", watts)
+
+    def _experts(self, load: ExpertLoad) -> Iterator[Metric]:
+        counts = load.read()
+        tokens: dict[tuple[str, ...], float] = {
+            (str(expert),): float(count) for expert, count in enumerate(counts.sum(axis=0))
+        }
+        yield self._counter("expert_tokens", "Tokens of each expert, summed over layers", tokens, "expert")
+        documentation = "Tokens of the busiest expert over the mean of a layer's experts; a mean over layers"
+        yield self._gauge("expert_load_imbalance", documentation, imbalance(counts))
 
     def _counter(self, name: str, documentation: str, values: dict[tuple[str, ...], float], *label: str) -> Metric:
         family = CounterMetricFamily(f"toka_worker_{name}", documentation, labels=[*self._labels, *label])

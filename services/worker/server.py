@@ -85,8 +85,9 @@ async def _serve(
         await asyncio.wait((booted, stopping), return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
             return
-        info = describe(await booted, config)
-        metrics.begin(info.device)
+        made = await booted
+        info = describe(made, config)
+        metrics.begin(info.device, made.expert_load)
         collect_seldom()
         on_serving(engine.progresses)
         servicer.info = info  # from now on, streams are accepted

@@ -37,7 +37,9 @@ def check_route(logits: torch.Tensor, router: RouterConfig, chosen: int) -> None
     correction = random(logits.shape[1], seed=3) if router.correction_bias else None
     expected = plain.route(logits, router, chosen, correction)
     rules = router.scores, router.normalized, router.groups, router.chosen_groups, router.scale
-    found = Routes(*route(logits, correction, *rules, chosen))
+    load, before = (torch.arange(logits.shape[1], device=DEVICE) for _ in range(2))
+    found = Routes(*route(logits, correction, load, *rules, chosen))
+    assert torch.equal(load, before + found.experts.flatten().bincount(minlength=len(load)))
     assert found.experts.dtype == torch.int32
     assert torch.equal(found.experts, expected.experts)
     torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-7, equal_nan=True)
@@ -72,9 +74,8 @@ def test_what_is_no_number_still_chooses_experts_that_exist():
     logits[1] = torch.nan
     for router in ROUTERS.values():
         correction = random(20, seed=3) if router.correction_bias else None
-        experts, weights = route(
-            logits, correction, router.scores, router.normalized, router.groups, router.chosen_groups, router.scale, 3
-        )
+        rules = router.scores, router.normalized, router.groups, router.chosen_groups, router.scale
+        experts, weights = route(logits, correction, None, *rules, 3)
         assert ((experts >= 0) & (experts < 20)).all()
         assert all(len(set(row)) == 3 for row in experts.tolist())
         assert weights[1].isnan().all()

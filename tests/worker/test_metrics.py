@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pynvml
 import pytest
 import torch
@@ -10,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.server import free_port
 from services.worker.engine.power import Power
+from services.worker.models.expert_load import imbalance
 from tokasaurus.worker.v1 import plan_pb2
 
 
@@ -47,6 +49,32 @@ async def test_a_worker_tells_of_its_steps(worker, connect):
     assert told["plans_queued",] == 0
     assert told["recompilations_total", "graph"] == told["recompilations_total", "kernel"] == 0
     assert ("energy_joules_total",) not in told
+
+
+async def test_a_worker_with_experts_tells_of_their_load(worker, connect, checkpoint):
+    port = free_port()
+    model = str(checkpoint("qwen3_moe"))  # 8 experts, 3 of them for each token of each layer
+    scheduler = await connect(await worker(metrics_port=port, device="cpu", model=model, torch_num_threads=1))
+    await scheduler.info()
+    before = await figures(port)
+    assert before["expert_load_imbalance",] == 1
+    assert sum(before["expert_tokens_total", str(expert)] for expert in range(8)) == 0
+    await scheduler.connect()
+    sampling = plan_pb2.SamplingSettings(parameters={"temperature": 0})
+    await scheduler.run(
+        admissions=[plan_pb2.Admission(slot=0, token_ids=range(11), pages=[0], sampling=sampling)],
+        batch=plan_pb2.Batch(slots=[0], token_counts=[11]),
+    )
+    told = await figures(port)
+    counts = [told["expert_tokens_total", str(expert)] for expert in range(8)]
+    assert sum(counts) == 3 * 3 * 11  # three layers
+    assert 1 < told["expert_load_imbalance",] <= 8
+
+
+def test_imbalance_is_that_of_each_layer():
+    assert imbalance(np.array([[4, 0], [0, 4]])) == 2
+    assert imbalance(np.array([[3, 1, 1, 3], [2, 2, 2, 2]])) == (1.5 + 1) / 2
+    assert imbalance(np.zeros((3, 4), np.int64)) == 1
 
 
 def test_there_is_no_power_to_tell_of_without_a_gpu():

@@ -41,6 +41,7 @@ from services.worker.described.shares import refuse_unshareable
 from services.worker.described.stages import layers_of
 from services.worker.layers.fp8 import FP8
 from services.worker.models.base import RankModel
+from services.worker.models.expert_load import ExpertLoad
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import make_exchanges
 from services.worker.parallel.group import RankGroup
@@ -73,6 +74,7 @@ class Booted:
     dtype: str
     ranks: Ranks = ALONE
     group: RankGroup | None = None  # connections to the other ranks; closed with the runner. None = one rank
+    expert_load: ExpertLoad | None = None  # None = the model has no experts
     choices: tuple[FlagChoice, ...] = ()  # the flags that can be ``auto``, with their values and reasons
 
 
@@ -165,7 +167,8 @@ def boot(
     choices = tuple(each._replace(value=cache_tokens) if each.value == "auto" else each for each in choices)
     if not (ranks.tp_rank or ranks.pp_rank or config.dp_rank):
         log.info("settings", device=facts.name, **{each.name: each.value for each in choices})
-    return Booted(runner, card.name, str(device), _name(dtype), ranks, group, choices)
+    load = ExpertLoad.of(model)
+    return Booted(runner, card.name, str(device), _name(dtype), ranks, group, load, choices)
 
 
 def _facts(device: torch.device, group: RankGroup | None) -> Device:

@@ -36,9 +36,16 @@ class CudaKernels(TorchKernels):
     def quantize(self, x: torch.Tensor) -> Quantized:
         return Quantized(*torch.ops.tokasaurus.quantize(x))
 
-    def route(self, logits: torch.Tensor, router: RouterConfig, chosen: int, correction: torch.Tensor | None) -> Routes:
+    def route(
+        self,
+        logits: torch.Tensor,
+        router: RouterConfig,
+        chosen: int,
+        correction: torch.Tensor | None,
+        load: torch.Tensor | None = None,
+    ) -> Routes:
         rules = router.scores, router.normalized, router.groups, router.chosen_groups, router.scale
-        return Routes(*torch.ops.tokasaurus.route(logits, correction, *rules, chosen))
+        return Routes(*torch.ops.tokasaurus.route(logits, correction, load, *rules, chosen))
 
     def mix(self, x: torch.Tensor, routes: Routes, weights: ExpertWeights, activation: Activation) -> torch.Tensor:
         mixed: torch.Tensor = torch.ops.tokasaurus.mix_experts(x.contiguous(), *routes, *weights, activation)

@@ -46,9 +46,24 @@ class LayerKernels(ABC):
         """Quantize ``x [tokens, size]`` for an fp8 product."""
         return quantize_rows(x)
 
-    def route(self, logits: torch.Tensor, router: RouterConfig, chosen: int, correction: torch.Tensor | None) -> Routes:
-        """Return the experts of each token; see ``layers.experts.route``."""
-        return experts.route(logits, router, chosen, correction)
+    def route(
+        self,
+        logits: torch.Tensor,
+        router: RouterConfig,
+        chosen: int,
+        correction: torch.Tensor | None,
+        load: torch.Tensor | None = None,
+    ) -> Routes:
+        """Return the experts of each token; see ``layers.experts.route``.
+
+        If ``load [experts]`` int64 is given, add the number of tokens of each expert to it.
+        """
+        routes = experts.route(logits, router, chosen, correction)
+        if load is not None:
+            chosen_experts = routes.experts.flatten().long()
+            # Threads that compute shards of a batch at once may lose counts, which are for metrics only.
+            load.index_add_(0, chosen_experts, torch.ones_like(chosen_experts))
+        return routes
 
     def mix(self, x: torch.Tensor, routes: Routes, weights: ExpertWeights, activation: Activation) -> torch.Tensor:
         """Return the weighted sum of the results of each token's experts; see ``layers.experts.mix``."""

@@ -67,11 +67,14 @@ def _considered(keys, groups, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
 
 
 @triton.jit
-def _route(logits, correction, experts, weights, scale, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
-           SCORES: tl.constexpr, CORRECTED: tl.constexpr, NORMALIZED: tl.constexpr, GROUPS: tl.constexpr,
-           CHOSEN_GROUPS: tl.constexpr, GROUPS_WIDTH: tl.constexpr, GROUP_WIDTH: tl.constexpr,
+def _route(logits, correction, load, experts, weights, scale, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
+           SCORES: tl.constexpr, CORRECTED: tl.constexpr, COUNTED: tl.constexpr, NORMALIZED: tl.constexpr,
+           GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, GROUPS_WIDTH: tl.constexpr, GROUP_WIDTH: tl.constexpr,
            CHOSEN_WIDTH: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
-    """Write the experts of a token, in the order of their scores, and their weights. Grid: ``(tokens,)``."""
+    """Write the experts of a token, in the order of their scores, and their weights. Grid: ``(tokens,)``.
+
+    ``COUNTED``: add the tokens of each expert to ``load``.
+    """
     GROUP: tl.constexpr = EXPERTS // GROUPS
     row = tl.program_id(0).to(tl.int64)
     groups, members = tl.arange(0, GROUPS_WIDTH), tl.arange(0, GROUP_WIDTH)
@@ -110,6 +113,8 @@ def _route(logits, correction, experts, weights, scale, EXPERTS: tl.constexpr, C
         values = values / (total + LEAST if SCORES == "sigmoid" else total)
     tl.store(experts + row * CHOSEN + slots, chosen, used)
     tl.store(weights + row * CHOSEN + slots, values * scale, used)
+    if COUNTED:
+        tl.atomic_add(load + chosen, tl.full([CHOSEN_WIDTH], 1, tl.int64), used, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["first", "pairs"])
@@ -147,14 +152,15 @@ def _place(experts, counts, sorted_pairs, block_experts, block_count, first, pai
 
 
 @operator(
-    "route(Tensor logits, Tensor? correction, str scores, bool normalized, int groups, int chosen_groups, float scale,"
-    " int chosen) -> (Tensor, Tensor)",
-    lambda logits, correction, scores, normalized, groups, chosen_groups, scale, chosen: _empty_routes(logits, chosen),
+    "route(Tensor logits, Tensor? correction, Tensor(a!)? load, str scores, bool normalized, int groups,"
+    " int chosen_groups, float scale, int chosen) -> (Tensor, Tensor)",
+    lambda logits, *rules: _empty_routes(logits, rules[-1]),
     "CUDA",
 )
 def route(
     logits: torch.Tensor,
     correction: torch.Tensor | None,
+    load: torch.Tensor | None,
     scores: str,
     normalized: bool,
     groups: int,
@@ -164,15 +170,17 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what ``layers.experts.route`` does for contiguous ``logits [tokens, experts]``, in one kernel.
 
-    The other arguments are the fields of ``RouterConfig``.
+    If ``load [experts]`` int64 is given, add the number of tokens of each expert to it. The arguments after it are the
+    fields of ``RouterConfig``.
     """
     (tokens, count), (experts, weights) = logits.shape, _empty_routes(logits, chosen)
     width = triton.next_power_of_2(count // groups)
     _route[(tokens,)](
-        logits, logits if correction is None else correction, experts, weights, scale, EXPERTS=count, CHOSEN=chosen,
-        SCORES=scores, CORRECTED=correction is not None, NORMALIZED=normalized, GROUPS=groups,
-        CHOSEN_GROUPS=chosen_groups, GROUPS_WIDTH=triton.next_power_of_2(groups), GROUP_WIDTH=width,
-        CHOSEN_WIDTH=triton.next_power_of_2(chosen), LEAST=LEAST_SUM,
+        logits, logits if correction is None else correction, experts if load is None else load, experts, weights,
+        scale, EXPERTS=count, CHOSEN=chosen, SCORES=scores, CORRECTED=correction is not None, COUNTED=load is not None,
+        NORMALIZED=normalized, GROUPS=groups, CHOSEN_GROUPS=chosen_groups,
+        GROUPS_WIDTH=triton.next_power_of_2(groups), GROUP_WIDTH=width, CHOSEN_WIDTH=triton.next_power_of_2(chosen),
+        LEAST=LEAST_SUM,
         num_warps=1 if count <= _MOST_EXPERTS_OF_A_WARP else 4,
     )  # fmt: skip
     return experts, weights

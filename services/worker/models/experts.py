@@ -25,6 +25,7 @@ class Experts(nn.Module):
     # Routers choose by rows that are not quantized. The products quantize their inputs.
     quantizes = False
     correction: torch.Tensor | None
+    load: torch.Tensor  # [experts] int64
     gate_up: torch.Tensor
     gate_up_scale: torch.Tensor | None
     down_matrix: torch.Tensor
@@ -52,6 +53,8 @@ class Experts(nn.Module):
         self.router_bias = _parameter(features.count) if features.router.bias else None
         correction = torch.empty(features.count, dtype=torch.float32) if features.router.correction_bias else None
         self.register_buffer("correction", correction)
+        # Tokens of each expert since the start, for metrics. Padding counts too.
+        self.register_buffer("load", torch.zeros(features.count, dtype=torch.int64), persistent=False)
         adds_bias = adds_bias or features.held is not None
         self.gate_up_bias = _parameter(count, 2 * width) if features.expert_bias else None
         self.down_bias = _parameter(count, hidden_size) if features.expert_bias and adds_bias else None
@@ -95,7 +98,7 @@ class Experts(nn.Module):
             raise TypeError("experts take rows that are not quantized")
         features = self.features
         logits = F.linear(x, self.router, self.router_bias)
-        routes = self.kernels.route(logits, features.router, features.chosen, self.correction)
+        routes = self.kernels.route(logits, features.router, features.chosen, self.correction, self.load)
         result = self.kernels.mix(x, routes, self.weights, features.activation)
         if self.shared is not None:
             result += self._shared(self.shared, x)
