@@ -49,15 +49,17 @@ class Expected:
         if settings.get("rope_type") == "longrope" and length > settings["original_max_position_embeddings"]:
             # Here, the long factors are for all positions, see ``Rotary``.
             settings["short_factor"] = settings["long_factor"]
+        # The implementations without kernels, which round least.
+        plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
         load = transformers.AutoModelForCausalLM.from_pretrained
-        self._model = load(directory, config=config, dtype=torch.float32, attn_implementation="eager").eval()
-        # The rotation of longer sequences depends on their lengths.
+        self._model = load(directory, config=config, dtype=torch.float32, **plain).eval()
+        # The rotation of longer sequences depends on their lengths, and a shorter prompt brings back that of shorter ones.
         self._original = length if settings.get("rope_type") == "dynamic" else None
 
     def of(self, token_ids: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return the logits ``[sequences, tokens, vocab_size]`` of sequences of equal length."""
         if self._original is not None and len(token_ids[0]) > self._original:
-            return torch.stack([step_by_step(self._model, list(each), self._original) for each in token_ids])
+            return torch.stack([step_by_step(self._model, list(each), self._original - 1) for each in token_ids])
         with torch.inference_mode():
             return self._model(torch.tensor(token_ids)).logits
 
