@@ -23,7 +23,7 @@ ROUTERS = {
 }
 # The interpreter multiplies no numbers of bfloat16.
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
-ACTIVATIONS = ["silu", "gelu_tanh", "relu_squared", "clamped_swiglu"]
+ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped_swiglu"]
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

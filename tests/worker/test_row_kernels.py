@@ -30,7 +30,7 @@ def near(found, expected) -> None:
     assert same.float().mean() > (0.9 if INTERPRETED else 0.99)
 
 
-ACTIVATIONS = ["silu", "gelu_tanh", "relu_squared", "clamped_swiglu"]
+ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped_swiglu"]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -40,7 +40,8 @@ def test_the_gate(size, activation):
 
     gate_up = random(3, 2 * size)
     gate_up *= 4  # beyond the limits of clamped_swiglu
-    torch.testing.assert_close(gate(gate_up, activation), PLAIN.gate(gate_up, activation), rtol=1e-5, atol=1e-6)
+    atol = 1e-5 if activation == "gelu" else 1e-6  # 1 + erf(x) loses digits where erf(x) is near -1
+    torch.testing.assert_close(gate(gate_up, activation), PLAIN.gate(gate_up, activation), rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

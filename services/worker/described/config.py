@@ -8,12 +8,22 @@ from typing import Any, TypeAlias
 from services.common.errors import InvalidRequest
 from services.common.model.context_length import MOST_TOKENS, context_length
 from services.common.model.json_object import MOST_VOCABULARY, JsonObject
-from services.worker.described.layer import LLAMA_LAYER, ExpertsConfig, LayerConfig
+from services.worker.described.layer import LLAMA_LAYER, Activation, ExpertsConfig, LayerConfig
 from services.worker.described.naming import Naming, one_to_one
 from services.worker.described.rope import RopeSettings, read_rope, rotated_elements
 
 # Defaults of transformers for keys that a Qwen config leaves out.
 _QWEN_WINDOW, _QWEN_FULL_LAYERS = 4096, 28
+# Names of transformers. Those of one activation compute the same up to rounding.
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu_squared",
+}
 FULL, SLIDING = "full_attention", "sliding_attention"  # the values of ``layer_types``
 # Limits above every published model. A config beyond them is rejected before it is used to allocate memory.
 _MOST_LAYERS, _MOST_HEADS, _MOST_HEAD_DIM, _MOST_WIDTH = 4096, 16_384, 4096, 1 << 20
@@ -82,22 +92,20 @@ def read_decoder(
     layers: LayerConfig | Sequence[LayerConfig] = LLAMA_LAYER,
     *,
     windows: Windows = (),
-    activation: tuple[str, str] = ("hidden_act", "silu"),
-    partial_rotation: float = 1.0,
+    activation: tuple[str, str] | None = ("hidden_act", "silu"),
+    partial_rotation: float | None = None,
     norm_eps: float = 1e-6,
 ) -> ModelConfig:
     """Return the description of a model from the keys that all architectures share.
 
     ``layers`` describes each layer, or all of them. ``windows`` are their sliding windows; () means that no layer has
-    one. ``activation`` is a key and the one value that the architecture supports. ``partial_rotation`` is the default
-    of ``partial_rotary_factor``, and ``norm_eps`` that of ``rms_norm_eps``.
+    one. ``activation`` is the key of the activation of all MLPs, and its default; None = as in ``layers``.
+    ``partial_rotation`` is the default of ``partial_rotary_factor``; None = the architecture rotates whole heads.
+    ``norm_eps`` is the default of ``rms_norm_eps``.
 
     Raises ``InvalidRequest`` naming the key that is missing, not supported, or of a wrong type or size.
     """
     given = JsonObject("config.json", config)
-    key, supported = activation
-    if given.text(key, supported) != supported:
-        raise given.wrong(key, f"{supported!r}, the only activation that is")
     heads = given.integer("num_attention_heads", most=_MOST_HEADS)
     hidden_size = given.integer("hidden_size", most=_MOST_WIDTH)
     max_context_tokens = context_length(config)
@@ -106,6 +114,9 @@ def read_decoder(
         raise given.wrong("hidden_size", f"at least num_attention_heads={heads}")
     if isinstance(layers, LayerConfig):
         layers = (layers,) * read_layers(config)
+    if activation is not None:
+        found = read_activation(given, *activation)
+        layers = [replace(layer, mlp=replace(layer.mlp, activation=found)) for layer in layers]
     rotated = rotated_elements(config, head_dim, partial_rotation)
     model = ModelConfig(
         vocab_size=given.integer("vocab_size", most=MOST_VOCABULARY),
@@ -132,6 +143,14 @@ def read_decoder(
             field="model",
         )
     return model
+
+
+def read_activation(given: JsonObject, key: str, default: str) -> Activation:
+    """Return the activation that ``key`` names. Raises ``InvalidRequest`` for a name that is not supported."""
+    name = given.text(key, default)
+    if name not in _ACTIVATIONS:
+        raise given.wrong(key, f"one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
 
 
 def read_width(given: JsonObject, key: str) -> int:

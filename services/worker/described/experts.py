@@ -12,9 +12,9 @@ _MOST_EXPERTS = 1 << 14  # published models have up to 512
 _MOST_CHOSEN = 32  # the routing kernel chooses no more
 
 
-def read_count(given: JsonObject, key: str, default: int | None = None) -> int:
+def read_count(given: JsonObject, key: str, default: int | None = None, *, least: int = 1) -> int:
     """Return a number of experts, groups or layers. Raises ``InvalidRequest`` if it is missing or out of range."""
-    return given.integer(key, default, most=_MOST_EXPERTS)
+    return given.integer(key, default, least=least, most=_MOST_EXPERTS)
 
 
 def read_experts(

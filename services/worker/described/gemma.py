@@ -8,7 +8,7 @@ from typing import Any
 from services.common.errors import InvalidRequest
 from services.common.model.json_object import JsonObject
 from services.worker.described.config import ModelConfig, read_alternating_windows, read_decoder
-from services.worker.described.layer import AttentionConfig, LayerConfig, MlpConfig
+from services.worker.described.layer import AttentionConfig, LayerConfig
 from services.worker.described.rope import read_rope
 
 _HEAD_DIM, _WINDOW = 256, 4096
@@ -60,7 +60,6 @@ def _read(
     layer = LayerConfig(
         norm_placement="both",
         attention=AttentionConfig(qkv_bias=bias, output_bias=bias, scale=scale, **attention),
-        mlp=MlpConfig(activation="gelu_tanh"),
     )
     windows = read_alternating_windows(config, _WINDOW, full_every=full_every)
     model = read_decoder(config, layer, windows=windows, activation=("hidden_activation", "gelu_pytorch_tanh"))
@@ -87,8 +86,7 @@ def _rotations(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     given = JsonObject("config.json", config)
     both = given.object("rope_parameters")
     whole, local = (dict(both.object(kind).values) for kind in ("full_attention", "sliding_attention"))
-    if not whole:
-        whole = dict(given.object("rope_scaling").values)
+    whole |= given.object("rope_scaling").values
     thetas = (
         given.number("rope_theta", _GLOBAL_THETA, most=1e12),
         given.number("rope_local_base_freq", _LOCAL_THETA, most=1e12),

@@ -39,7 +39,7 @@ def read_glm4_moe(config: Mapping[str, Any]) -> ModelConfig:
         shared_width=read_count(given, "n_shared_experts", 1) * read_width(given, "moe_intermediate_size"),
     )
     layers = read_layers(config)
-    first = given.integer("first_k_dense_replace", 1, least=0, most=layers)
+    first = read_count(given, "first_k_dense_replace", 1, least=0)
     described = [dense if index < first else replace(dense, mlp=experts) for index in range(layers)]
     model = read_decoder(config, described, partial_rotation=_PARTIAL_ROTATION, norm_eps=_NORM_EPS)
-    return replace(model, prediction_layers=given.integer("num_nextn_predict_layers", 1, least=0, most=layers))
+    return replace(model, prediction_layers=read_count(given, "num_nextn_predict_layers", 1, least=0))

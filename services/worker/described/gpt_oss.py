@@ -34,7 +34,7 @@ def read_gpt_oss(config: Mapping[str, Any]) -> ModelConfig:
         if given.number(name, supported, most=1e6) != supported:
             raise given.wrong(name, f"{supported:g}, the only value that is")
     config = {"head_dim": _HEAD_DIM, "rope_theta": _THETA} | dict(config)
-    if not (given.object("rope_parameters").values or given.object("rope_scaling").values):
+    if config.get("rope_parameters") is None and not given.object("rope_scaling").values:
         config["rope_parameters"] = _ROPE
     bias = given.boolean("attention_bias", True)
     router = RouterConfig(scores="softmax_of_chosen", bias=True)
@@ -47,7 +47,8 @@ def read_gpt_oss(config: Mapping[str, Any]) -> ModelConfig:
     )
     layer = LayerConfig(attention=AttentionConfig(qkv_bias=bias, output_bias=bias, sinks=True), mlp=experts)
     windows = read_alternating_windows(config, _WINDOW, full_every=2)
-    return replace(read_decoder(config, layer, windows=windows, norm_eps=1e-5), naming=_stored)
+    model = read_decoder(config, layer, windows=windows, activation=None, norm_eps=1e-5)
+    return replace(model, naming=_stored)
 
 
 def _stored(shapes: Mapping[str, Shape]) -> dict[str, CheckpointTensor]:

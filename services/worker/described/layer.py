@@ -10,9 +10,9 @@ from typing import Literal, TypeAlias
 
 # Values of the fields below that an implementation computes, by name. No two fields have the same name.
 SupportedValues: TypeAlias = Mapping[str, Container[object]]
-# silu and gelu_tanh are as in torch. relu_squared is ``max(x, 0) ** 2``. clamped_swiglu is the gated unit of gpt-oss:
-# ``(clamp(up, -7, 7) + 1) * gate * sigmoid(1.702 * gate)`` with a gate of at most 7.
-Activation: TypeAlias = Literal["silu", "gelu_tanh", "relu_squared", "clamped_swiglu"]
+# silu, gelu (with erf), gelu_tanh and relu are as in torch. relu_squared is ``max(x, 0) ** 2``. clamped_swiglu is the
+# gated unit of gpt-oss: ``(clamp(up, -7, 7) + 1) * gate * sigmoid(1.702 * gate)`` with a gate of at most 7.
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped_swiglu"]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def read_phi3(config: Mapping[str, Any]) -> ModelConfig:
             if isinstance(settings, dict) and settings.get(kind) in ("su", "yarn"):
                 config[key] = settings = settings | {kind: "longrope"}
     windows = (read_window(config, None),) * read_layers(config)
-    return replace(read_decoder(config, windows=windows, norm_eps=1e-5), naming=_stored)
+    return replace(read_decoder(config, windows=windows, partial_rotation=1.0, norm_eps=1e-5), naming=_stored)
 
 
 def _stored(shapes: Mapping[str, Shape]) -> dict[str, CheckpointTensor]:

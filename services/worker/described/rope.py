@@ -32,15 +32,21 @@ class RopeSettings:
     long_factor: tuple[float, ...] = ()  # longrope, [rotated elements / 2]
 
 
-def rotated_elements(config: Mapping[str, Any], head_dim: int, default: float = 1.0) -> int:
+def rotated_elements(config: Mapping[str, Any], head_dim: int, default: float | None = None) -> int:
     """Return how many first elements of each head of ``head_dim`` elements are rotated.
 
-    ``default`` is the value of ``partial_rotary_factor`` if it is absent. Raises ``InvalidRequest`` if the number is
-    odd, or 0.
+    ``default`` is the value of ``partial_rotary_factor`` if it is absent; None = the architecture rotates whole heads.
+    Raises ``InvalidRequest`` if the number is odd, or 0, or the architecture does not have the setting.
     """
     given = rope_parameters(config), JsonObject("config.json", config)
     partials = (each.number_or_none("partial_rotary_factor", most=1.0) for each in given)
-    partial = next((partial for partial in partials if partial is not None), default)
+    partial = next((partial for partial in partials if partial is not None), 1.0 if default is None else default)
+    if default is None and partial != 1.0:
+        raise InvalidRequest(
+            f"config.json: partial_rotary_factor={partial:g} is not supported for this architecture, which rotates"
+            " whole heads; leave it out",
+            field="model",
+        )
     rotated = int(head_dim * partial)
     if rotated % 2 or not rotated:
         raise InvalidRequest(

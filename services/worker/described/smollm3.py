@@ -32,8 +32,8 @@ def read_smollm3(config: Mapping[str, Any]) -> ModelConfig:
         rotates = [int((index + 1) % interval != 0) for index in range(count)]
     if len(rotates) != count or not {0, 1}.issuperset(rotates):
         raise given.wrong("no_rope_layers", f"0 or 1 for each of num_hidden_layers={count}")
-    window = read_window(config, None) if given.boolean("use_sliding_window") else None
-    kinds = [FULL if turns or window is None else SLIDING for turns in rotates]
+    window, slides = read_window(config, None), given.boolean("use_sliding_window")
+    kinds = [SLIDING if slides and not turns else FULL for turns in rotates]
     windows = windows_of(read_layer_types(config, kinds), window)
     bias = given.boolean("attention_bias")
     attention = AttentionConfig(qkv_bias=bias, output_bias=bias)

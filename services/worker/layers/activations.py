@@ -11,8 +11,12 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Return the activation of ``x``, of any shape. ``clamped_swiglu`` has no meaning without ``up``."""
+    if activation == "gelu":
+        return F.gelu(x)
     if activation == "gelu_tanh":
         return F.gelu(x, approximate="tanh")
+    if activation == "relu":
+        return F.relu(x)
     if activation == "relu_squared":
         return F.relu(x).square()
     return F.silu(x)

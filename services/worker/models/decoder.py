@@ -38,7 +38,7 @@ SUPPORTED: SupportedValues = {
     "qkv_bias": (False, True),
     "output_bias": (False, True),
     "kind": ("gated", "plain"),
-    "activation": ("silu", "gelu_tanh", "relu_squared", "clamped_swiglu"),
+    "activation": ("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped_swiglu"),
     "mlp_bias": (False, True),
     "mlp": AnyValue(),  # a mixture of experts
 }
