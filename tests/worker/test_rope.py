@@ -10,11 +10,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from services.common.errors import InvalidRequest
 from services.common.model.context_length import context_length
 from services.common.model.files import read_card
+from services.common.model.json_object import read_json
+from services.worker.described.registry import read_model_config
 from services.worker.described.rope import read_rope
 from services.worker.layers.rotary import Rotary
 from tests.checkpoints import LLAMA3_ROPE
 from tests.worker.test_generation import greedy, prompt_of
-from tests.worker.test_models import logits_of
+from tests.worker.test_models import logits_of, write_config
 
 CPU = torch.device("cpu")
 HEAD_DIM, ORIGINAL, SERVED = 16, 128, 512
@@ -82,6 +84,16 @@ def test_a_length_beside_the_settings_overrides_the_one_among_them():
     reference = transformers.LlamaConfig(**sizes, rope_parameters=YARN | {"rope_theta": 10000.0})
     found, expected = ours(sizes | {"rope_parameters": YARN}, SERVED), theirs(reference, torch.arange(SERVED))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mixtral", "gpt_oss", "gemma3"])
+def test_an_older_key_overrides_the_rotation_of_a_file(architecture, checkpoint, tmp_path):
+    """transformers then takes the base from elsewhere too."""
+    changed = write_config(checkpoint(architecture), tmp_path, rope_scaling=YARN | {"factor": 3.0})
+    theirs = transformers.AutoConfig.from_pretrained(changed).rope_parameters
+    found = read_model_config(read_json(changed / "config.json")).ropes[0]
+    expected = theirs.get("full_attention", theirs)
+    assert (found.kind, found.factor, found.theta) == ("yarn", 3.0, expected["rope_theta"])
 
 
 def test_longrope_has_its_short_factors_where_no_longer_context_is_served():

@@ -27,12 +27,12 @@ def rope_parameters(config: Mapping[str, Any]) -> JsonObject:
     """Return the settings of the rotary embedding.
 
     They are ``rope_parameters`` of transformers 5, or the older ``rope_scaling``, and always contain ``rope_type`` and
-    ``original_max_position_embeddings``. As in transformers, an ``original_max_position_embeddings`` beside the
-    settings overrides the one among them, and ``max_position_embeddings`` is the default of both. Raises
-    ``InvalidRequest`` for values of a wrong type or size.
+    ``original_max_position_embeddings``. As in transformers, ``rope_scaling`` overrides ``rope_parameters``, an
+    ``original_max_position_embeddings`` beside the settings overrides the one among them, and
+    ``max_position_embeddings`` is the default of both. Raises ``InvalidRequest`` for values of a wrong type or size.
     """
     whole = JsonObject("config.json", config)
-    name = "rope_parameters" if whole.object("rope_parameters").values else "rope_scaling"
+    name = "rope_scaling" if whole.object("rope_scaling").values else "rope_parameters"
     found = whole.object(name)
     original = "original_max_position_embeddings"
     lengths = (each.integer_or_none(original, most=MOST_TOKENS) for each in (whole, found))
