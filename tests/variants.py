@@ -22,7 +22,10 @@ _WIDTHS = (50, 96, 130, 172)
 _VOCABULARIES = (401, 416, 449, 500)
 _EPS = (1e-6, 1e-5, 1e-3)
 _THETAS = (10000.0, 500000.0, 1e6)
+_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2")
 _LONGEST = 640  # tokens of a context
+# The key of the activation and its published value, of other families than most. That of gpt-oss has no effect.
+_ACTIVATION_KEYS = dict.fromkeys(("gemma2", "gemma3"), ("hidden_activation", "gelu_pytorch_tanh"))
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 Settings = dict[str, Any]
 
@@ -72,7 +75,9 @@ def settings_of(variant: Variant) -> Settings:
     draw = Draw(variant)
     heads, kv_heads, head_dim = draw.pick("shape", *_SHAPES)
     hidden = draw.pick("hidden size", *_HIDDEN)
+    key, usual = _ACTIVATION_KEYS.get(variant.family, ("hidden_act", "silu"))
     settings: Settings = {
+        key: draw.pick("activation", *[usual] * len(_ACTIVATIONS), *_ACTIVATIONS),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
@@ -219,7 +224,7 @@ def _glm4_moe(draw: Draw, settings: Settings) -> Settings:
         **_experts(draw, "n_routed_experts", "moe_intermediate_size"),
         **{"n_routed_experts": draw.pick("experts", 8, 16), "num_experts_per_tok": draw.pick("chosen", 1, 2, 3, 4)},
         "attention_bias": draw.flag("attention bias"),
-        "first_k_dense_replace": draw.pick("dense layers", 0, 1, layers - 1, layers),
+        "first_k_dense_replace": draw.pick("dense layers", 0, 1, layers - 1, layers + 1),
         "n_group": groups,
         "topk_group": considered,
         "n_shared_experts": draw.pick("shared experts", 1, 2, 3),
@@ -297,7 +302,7 @@ def _smollm3(draw: Draw, settings: Settings) -> Settings:
         "mlp_bias": draw.flag("MLP bias"),
         **_rotation(draw, 0, "default", "yarn", "linear"),
     }
-    if not found["use_sliding_window"]:
+    if draw.pick("no window", False, False, True):
         return found
     return found | {"sliding_window": draw.pick("window", 20, 64)} | _kinds(draw, settings, _every(layers, 2))
 

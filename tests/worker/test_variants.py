@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from services.worker.boot.common import boot
 from services.worker.described.ranks import ALONE
@@ -13,7 +12,7 @@ from tests.variants import FAMILIES, Variant, make_variant
 from tests.worker.parallel.jobs import make_config
 from tests.worker.parallel.pool import RankPool
 from tests.worker.parallel.replica import Replica
-from tests.worker.situations import FLAGS, TOKENS, Expected, Told, check, logits_in_chunks, tell, tokens_of
+from tests.worker.situations import FLAGS, TOKENS, Expected, Told, assert_near, check, logits_in_chunks, tell, tokens_of
 
 EXPERTS = {"glm4_moe", "gpt_oss", "mixtral", "qwen3_moe"}
 SOME = [Variant(family, 0) for family in FAMILIES]
@@ -44,7 +43,7 @@ def test_logits_of_a_sequence_in_chunks(variant, made):
     directory, expected = made(variant)
     token_ids = tokens_of(TOKENS)
     logits = logits_in_chunks(directory, token_ids, (1, 16, 17, 50, 216))
-    torch.testing.assert_close(logits, expected.of([token_ids])[0], atol=1e-4, rtol=0)
+    assert_near(logits, expected.of([token_ids])[0])
 
 
 @pytest.mark.slow
@@ -55,7 +54,7 @@ def test_logits_of_ten_variants_in_every_situation(variant, made, ranks):
     token_ids = tokens_of(TOKENS)
     for chunks in ((TOKENS,), (1, 16, 17, 50, 216)):
         logits = logits_in_chunks(directory, token_ids, chunks)
-        torch.testing.assert_close(logits, expected.of([token_ids])[0], atol=1e-4, rtol=0)
+        assert_near(logits, expected.of([token_ids])[0])
     check(tell_alone(directory), expected)
     # Activations are sharded over the ranks in some variants, and ranks have whole experts in others.
     whole = variant.family in EXPERTS and variant.number % 3 == 0
