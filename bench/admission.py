@@ -47,7 +47,7 @@ from services.common.config import from_command_line
 from services.common.flags import Config, Int
 from services.common.plan.types import WorkerLimits
 from services.scheduler.core.future.admission import AdmissionControl, forecast_running
-from services.scheduler.core.future.forecast import Sequences
+from services.scheduler.core.future.sequences import Sequences
 from services.scheduler.core.request import AdmissionMode
 
 STEADY = 0.9  # of the samples

@@ -15,8 +15,8 @@ from bench.server import report
 from services.common.config import from_command_line
 from services.common.flags import Config, Int
 from services.common.plan.types import SamplingSettings, WorkerLimits
-from services.scheduler.core.future.admission import AdmissionControl, forecast_running, running_sequences
-from services.scheduler.core.future.forecast import Sequences
+from services.scheduler.core.future.admission import AdmissionControl, forecast_running
+from services.scheduler.core.future.sequences import Sequences, running_sequences
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.queue.lengths import MOST_CLASSES
 from services.scheduler.core.request import AdmissionMode, Request
@@ -76,7 +76,8 @@ def candidates(state: State, guaranteed: bool) -> tuple[Sequences, np.ndarray]:
     classes = np.full(CANDIDATES, -1 if guaranteed else state.queue.lengths.class_of("", 2 * STEPS_AHEAD))
     drawn = state.queue.lengths.draw(np.maximum(classes, 0), none, (np.arange(CANDIDATES) + 0.5) / CANDIDATES)
     end = np.minimum(limit, given + np.minimum(drawn, limit)) - given if not guaranteed else limit - given
-    return Sequences(given, limit, -(-given // PAGE_SIZE), none, end, none, none), classes
+    pages = -(-given // PAGE_SIZE)
+    return Sequences(given, limit, pages, none, none, end, none, none, none, none - 1), classes
 
 
 def milliseconds(repeats: int, action) -> float:
@@ -94,7 +95,8 @@ def measure(sequences: int, prompts: int, guaranteed: bool, repeats: int) -> dic
     fresh, classes = candidates(state, guaranteed)
 
     def forecast() -> int:
-        return int(forecast_running(state, running_sequences(state.pool.slots, state.pool.step), horizon).curve.max())
+        running = running_sequences(state.pool.slots, state.pool.step, state.queue.steps_ahead)
+        return int(forecast_running(state, running, horizon).curve.max())
 
     def decide() -> int:
         return len(AdmissionControl(state, state.pool.step).select(fresh, classes))

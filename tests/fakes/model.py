@@ -42,6 +42,7 @@ class FakeShape:
     grammars: bool = True  # of the built-in model's tokenizer
     processed_logprobs: bool = True
     thinking_budgets: bool = True
+    window_tokens: int = 0
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
@@ -67,9 +68,10 @@ class FakeShape:
             page_count=self.page_count, max_slots=self.max_slots, max_tokens_per_step=self.max_tokens_per_step,
             max_context_tokens=self.max_context_tokens, vocab_size=self.vocab_size,
             max_top_logprobs=self.max_top_logprobs, max_plans_in_flight=self.max_plans_in_flight,
-            hydragen=bool(self.hydragen), max_micro_batches=self.max_micro_batches,
+            hydragen=bool(self.hydragen and not self.window_tokens), max_micro_batches=self.max_micro_batches,
             prompt_logprobs=bool(self.prompt_logprobs), grammars=bool(self.grammars),
             processed_logprobs=bool(self.processed_logprobs), thinking_budgets=bool(self.thinking_budgets),
+            window_tokens=self.window_tokens,
             tensor_parallel=worker_pb2.Rank(rank=self.tp_rank, size=self.tp_size),
             pipeline_parallel=worker_pb2.Rank(rank=self.pp_rank, size=self.pp_size), device="fake", dtype="float32",
         )  # fmt: skip

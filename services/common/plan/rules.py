@@ -32,8 +32,12 @@ def check_plan(plan: Plan, last: LastPlan, slots: SlotState, limits: WorkerLimit
     """
     if plan.step != last.step + 1:
         raise StalePlan(f"step {plan.step} follows step {last.step}: expected {last.step + 1}")
-    if plan.groups is not None and len(plan.groups) and not limits.hydragen:
-        raise BrokenPlan("hydragen groups, but this worker's WorkerInfo.hydragen is false", field="plan.hydragen")
+    if plan.groups is not None and len(plan.groups):
+        if not limits.hydragen:
+            raise BrokenPlan("hydragen groups, but this worker's WorkerInfo.hydragen is false", field="plan.hydragen")
+        if limits.window_tokens:
+            message = f"hydragen groups, but this worker's WorkerInfo.window_tokens is {limits.window_tokens}"
+            raise BrokenPlan(f"{message}: leave them out", field="plan.hydragen")
     _check_micro_batches(plan, limits)
     if plan.releases.size or plan.admissions or plan.append_slots.size or plan.append_pages.size:
         after = _change(plan, slots, limits)

@@ -140,6 +140,7 @@ class WorkerLimits:
     prompt_logprobs: bool = True
     processed_logprobs: bool = True
     thinking_budgets: bool = True
+    window_tokens: int = 0
 
     @property
     def max_running(self) -> int:
@@ -155,6 +156,24 @@ class WorkerLimits:
     def max_pages_per_slot(self) -> int:
         """Pages of the longest sequence."""
         return -(-self.max_context_tokens // self.page_size)
+
+    def pages_left_behind(self, computed: np.ndarray) -> np.ndarray:
+        """Return the number of leading pages that no layer reads again: int64 beside ``computed``.
+
+        ``computed`` are the numbers of computed tokens of sequences. The next token reads the last ``window_tokens``
+        tokens, itself included.
+        """
+        if not self.window_tokens:
+            return np.zeros_like(computed)
+        outside: np.ndarray = np.maximum(computed + 1 - self.window_tokens, 0)
+        return outside // self.page_size
+
+    @property
+    def window_pages(self) -> int:
+        """The most pages that a sequence needs to compute one token."""
+        if not self.window_tokens:
+            return self.max_pages_per_slot
+        return min(-(-(self.window_tokens - 1) // self.page_size) + 1, self.max_pages_per_slot)
 
     @property
     def most_top_logprobs(self) -> int:

@@ -74,6 +74,9 @@ class Pool:
         running = self.slots.running_slots()
         longest = -(-(self.slots.limit[running] - 1) // self.pages.page_size)
         missing = np.maximum(longest - self.slots.page_count[running], 0)
+        if self.shape.window_tokens:
+            held = self.slots.page_count[running] - self.slots.left_behind[running]
+            missing = np.minimum(missing, np.maximum(self.shape.window_pages - held, 0))
         return self.pages.in_use + int(missing.sum()) <= self.pages.size
 
     def close(self) -> None:

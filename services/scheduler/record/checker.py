@@ -44,7 +44,8 @@ class PlanChecker:
         self.prompts: dict[int, np.ndarray] = {}  # by slot, tokens of the admission, uint32
         self._prompt_hashes: dict[int, np.ndarray] = {}
         self._last_prompt: tuple[np.ndarray, np.ndarray] = (_NONE, _NONE)  # tokens and hashes
-        self.holders = np.zeros(pages, np.int64)  # number of page tables with the page
+        self.left_behind = np.zeros(count, np.int64)  # leading entries of the page table that are not read any more
+        self.holders = np.zeros(pages, np.int64)  # number of page tables with the page, without those entries
         self.kv = np.zeros((pages, size), np.uint64)
         self.page_tokens = np.zeros((pages, size), np.uint32)  # last token of each hash
         self._sampling = _NONE  # slots for which the last plan samples a token
@@ -100,6 +101,8 @@ class PlanChecker:
 
     def _change(self, plan: Plan) -> None:
         self._fresh.clear()
+        if self.limits.window_tokens:
+            self._leave_behind()
         self._release(plan.releases)
         for admission in plan.admissions:
             self._admit(admission)
@@ -117,9 +120,7 @@ class PlanChecker:
 
     def _release(self, slots: np.ndarray) -> None:
         for slot in slots.tolist():
-            pages = self.slots.pages(slot)
-            self.holders[pages] -= 1
-            self.pages_in_use -= int(np.count_nonzero(self.holders[pages] == 0))
+            self._drop(self.slots.pages(slot)[self.left_behind[slot] :])
             del self.prompts[slot], self._prompt_hashes[slot]
             self._scored.pop(slot, None)
         self.slots.release(slots)
@@ -127,7 +128,8 @@ class PlanChecker:
     def _admit(self, admission: Admission) -> None:
         slot, cached, settings = admission.slot, admission.cached_tokens, admission.sampling
         tokens, pages = admission.token_ids.astype(np.uint32), admission.pages
-        if has_repeats(pages):
+        self.left_behind[slot] = first = int(self.limits.pages_left_behind(np.array(cached)))
+        if has_repeats(pages[first:]):
             raise Violation("the page table has a page twice", slot=slot)
         self.slots.admit(admission)
         if not np.array_equal(tokens, self._last_prompt[0]):  # samples of a request are admitted together
@@ -139,8 +141,21 @@ class PlanChecker:
         self.top_asked[slot] = settings.top_logprobs if settings.wants_logprobs else NOT_ASKED
         if settings.prompt_logprobs is not None:
             self._scored[slot] = admission
-        self._hold(pages)
+        self._hold(pages[first:])
         self._fresh.append((slot, pages[cached // self.limits.page_size :]))
+
+    def _leave_behind(self) -> None:
+        """Give up the pages that no later token of a sequence reads."""
+        used = np.flatnonzero(self.slots.used)
+        ends = np.minimum(self.limits.pages_left_behind(self.slots.computed[used]), self.slots.page_counts[used])
+        for slot, end in zip(used.tolist(), ends.tolist(), strict=True):
+            if end > self.left_behind[slot]:
+                self._drop(self.slots.pages(slot)[self.left_behind[slot] : end])
+                self.left_behind[slot] = end
+
+    def _drop(self, pages: np.ndarray) -> None:
+        self.holders[pages] -= 1
+        self.pages_in_use -= int(np.count_nonzero(self.holders[pages] == 0))
 
     def _hold(self, pages: np.ndarray) -> None:
         self.pages_in_use += int(np.count_nonzero(self.holders[pages] == 0))
@@ -161,9 +176,10 @@ class PlanChecker:
         self.page_tokens[targets] = self.page_tokens[sources]
 
     def _check_cached(self, slot: int, cached: int) -> None:
-        size = self.limits.page_size
+        size, first = self.limits.page_size, int(self.left_behind[slot])
         pages = self.slots.page_table[slot, : -(-cached // size)]
         same = self.kv[pages].reshape(-1)[:cached] == self._prompt_hashes[slot][:cached]
+        same[: first * size] = True  # not read
         if not same.all():
             at = int(same.argmin())
             raise Violation(f"it does not hold the token at {at}", slot=slot, page=int(pages[at // size]))

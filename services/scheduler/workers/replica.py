@@ -5,7 +5,7 @@ from itertools import product
 
 from tokasaurus.worker.v1 import worker_pb2
 
-_EQUAL = ("model", "contract_version", "page_size", "vocab_size", "dtype", "data_parallel_rank")
+_EQUAL = ("model", "contract_version", "page_size", "vocab_size", "dtype", "data_parallel_rank", "window_tokens")
 _LEAST = (
     "page_count",
     "max_slots",

@@ -15,7 +15,7 @@ from services.common.errors import FailedPrecondition, InvalidRequest
 from services.common.plan.codec import decode_limits, decode_plan, encode_plan
 from services.common.plan.rules import check_plan
 from services.common.plan.slots import SlotState
-from services.common.plan.types import NO_ROWS, Admission, Batch, LastPlan, Plan, WorkerLimits
+from services.common.plan.types import NO_ROWS, Admission, Batch, Groups, LastPlan, Plan, WorkerLimits
 from services.common.plan.verdict import BrokenPlan, StalePlan, has_repeats
 from services.scheduler.record.checker import PlanChecker
 from services.scheduler.record.violation import Violation
@@ -122,3 +122,9 @@ def test_a_worker_refuses_what_its_info_says_that_it_lacks(capability, wanted):
 @pytest.mark.parametrize("values", [[], [3], [3, 1, 2], [3, 1, 3], [0, 0]])
 def test_repeats_are_found(values):
     assert has_repeats(np.array(values, np.int64)) is (len({*values}) < len(values))
+
+
+def test_a_worker_with_a_window_takes_no_groups():
+    limits = dataclasses.replace(LIMITS, hydragen=True, window_tokens=8)
+    with pytest.raises(BrokenPlan, match=r"WorkerInfo\.window_tokens is 8: leave them out"):
+        check_plan(Plan(1, groups=Groups(*[np.ones(1, np.int64)] * 3)), LastPlan(), SlotState(limits), limits)

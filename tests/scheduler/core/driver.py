@@ -7,6 +7,7 @@ import numpy as np
 
 from services.common.plan.codec import decode_result, encode_plan
 from services.common.plan.types import SamplingSettings, WorkerLimits
+from services.scheduler.core.memory.prefix_tree import ROOT, PrefixTree
 from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.policy import Policy
@@ -54,6 +55,7 @@ class Driver:
             WorkerLimits(
                 shape.page_size, shape.page_count, shape.max_slots, shape.max_tokens_per_step, shape.max_context_tokens,
                 shape.vocab_size, prompt_logprobs=shape.prompt_logprobs, hydragen=True,
+                window_tokens=shape.window_tokens,
             )
         )  # fmt: skip
 
@@ -167,32 +169,45 @@ def _stops(request: Request, generated: list[int]) -> bool:
     )
 
 
+def path_of(tree: PrefixTree, node: int, first: int) -> list[int]:
+    """The nodes of a path whose pages from number ``first`` on are held."""
+    found = []
+    while tree.depth[node] > first:
+        found.append(node)
+        assert tree.depth[node] - tree.size[node] >= first, "a node that is held in part"
+        node = int(tree.parent[node])
+    return found
+
+
 def check(core: Scheduler) -> None:
     """Every page has exactly its holders, and every count is what it counts."""
     state, pool, slots, tree = core.state, core.state.pool.pages, core.state.pool.slots, core.state.pool.tree
+    shape = core.state.pool.shape
     nodes = tree.nodes()
     in_tree = {page: node for node, pages in nodes.items() for page in pages.tolist()}
     assert len(in_tree) == sum(int(tree.size[node]) for node in nodes), "a page in two nodes"
     users, owners = Counter(), Counter()
     for slot in np.flatnonzero(slots.active).tolist():
-        pages, node = slots.pages(slot).tolist(), int(slots.node[slot])
-        assert len(set(pages)) == len(pages)
-        assert pages[: tree.depth[node]] == tree.path(node).tolist()
-        owners.update(pages[tree.depth[node] :])
-        users[node] += 1
+        pages, node, first = slots.pages(slot).tolist(), int(slots.node[slot]), int(slots.left_behind[slot])
+        depth = int(tree.depth[node])
+        assert len(set(pages[first:])) == len(pages) - first
+        assert first >= depth or pages[first:depth] == tree.path(node).tolist()[first - depth :]
+        assert node == ROOT or first < depth
+        owners.update(pages[max(first, depth) :])
+        users.update(path_of(tree, node, first))
+        assert first <= shape.pages_left_behind(slots.scheduled[slot])
     for request in state.pool.sharing:
         share = request.share
-        users[share.node] += bool(share.ready_step)
+        if share.ready_step:
+            users.update(path_of(tree, share.node, 0))
         if share.owns_last_page:
             owners[share.last_page] += 1
         assert request.waiting, "a share that nobody waits for"
-    for node in sorted(nodes, key=lambda node: -tree.depth[node]):
-        parent = int(tree.parent[node])
+    for node in nodes:
         assert tree.size[node] > 0
-        assert tree.depth[node] == tree.depth[parent] + tree.size[node]
+        assert tree.depth[node] >= len(tree.path(node))
         assert tree.users[node] == users[node]
-        users[parent] += users[node] > 0
-    assert tree.users[0] == users[0]
+    assert users.keys() <= nodes.keys()
     assert not owners or max(owners.values()) == 1, "a page with two owners"
     held = {page for page, node in in_tree.items() if tree.users[node]}
     free = pool.free_pages.tolist()

@@ -23,6 +23,15 @@ def curve_of(driver: Driver) -> np.ndarray:
     return running_curve(driver.core.state, driver.core.state.pool.step)
 
 
+def starts_of(state, slot: int) -> tuple[int, int]:
+    """The steps behind which a sequence decodes, at the earliest and at the latest."""
+    slots = state.pool.slots
+    delay = int(slots.delay[slot])
+    decoding = int(slots.total[slot]) - 1 - int(slots.given[slot])
+    latest = int(slots.end_step[slot]) - state.pool.step - decoding - state.queue.steps_ahead
+    return delay, max(delay, latest) if delay else 0
+
+
 def simulate(driver: Driver, steps: int) -> list[int]:
     """Walk every running sequence forward, one token of every step, holding pages by number."""
     state = driver.core.state
@@ -32,11 +41,14 @@ def simulate(driver: Driver, steps: int) -> list[int]:
     for slot in np.flatnonzero(slots.active).tolist():
         length = max(int(slots.scheduled[slot]), int(slots.given[slot]))
         pages = [("held", page) for page in slots.pages(slot).tolist()]
+        first = int(slots.left_behind[slot])
+        window = 0 if slots.lent_pages[slot] else state.pool.shape.window_tokens
         if slots.lent_pages[slot]:  # waiting siblings will need these, and what else of the tree they hang on
             depth = int(state.pool.tree.depth[slots.node[slot]])
             lasting |= set(pages[: max(depth, int(slots.lent_pages[slot]))])
         end = max(1, int(slots.end_step[slot]) - state.pool.step)
-        sequences.append([length, int(slots.limit[slot]), end, int(slots.delay[slot]), pages, slot])
+        starts = starts_of(state, slot)
+        sequences.append([length, int(slots.limit[slot]), end, starts, pages, slot, length, first, window])
     for request in state.pool.sharing:
         if request.share.ready_step:
             lasting |= {("held", page) for page in state.pool.tree.path(request.share.node).tolist()}
@@ -46,13 +58,17 @@ def simulate(driver: Driver, steps: int) -> list[int]:
     for step in range(steps):
         in_use = set(lasting)
         for sequence in sequences:
-            length, limit, end, starts, pages, slot = sequence
+            length, limit, end, (starts, late), pages, slot, before, first, window = sequence
+            if window and late < step < end:
+                computed = min(limit - 1, before + step - 1 - late)
+                while (first + 1) * size <= computed + 1 - window:
+                    first = sequence[7] = first + 1
             if starts < step < end and length < limit - 1:
                 if length == len(pages) * size:
                     pages.append((slot, len(pages)))
                 sequence[0] = length + 1
             if step < end:
-                in_use.update(pages)
+                in_use.update(pages[first:])
         found.append(len(in_use))
     return found
 

@@ -31,6 +31,7 @@ def shapes(draw):
         first_token=2,
         eos_token_id=0,
         eos_every=draw(st.sampled_from([0, 5, 30])),
+        window_tokens=draw(st.sampled_from([0, 0, 1, 2, 3, 7, 16, 20])),
     )
 
 

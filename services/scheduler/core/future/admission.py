@@ -4,7 +4,8 @@ from bisect import bisect_left
 
 import numpy as np
 
-from services.scheduler.core.future.forecast import Forecast, Sequences, growth, running_sequences
+from services.scheduler.core.future.forecast import Forecast
+from services.scheduler.core.future.sequences import Sequences, growth, running_sequences
 from services.scheduler.core.queue.lengths import MOST_CLASSES
 from services.scheduler.core.state import State
 
@@ -23,7 +24,7 @@ class AdmissionControl:
     def __init__(self, state: State, step: int, without: np.ndarray | None = None) -> None:
         """Make the rule for the sequences that run, except those in the slots ``without``."""
         self._state = state
-        self._running = running_sequences(state.pool.slots, step, without)
+        self._running = running_sequences(state.pool.slots, step, state.queue.steps_ahead, without)
         active = state.pool.slots.running_slots()
         if without is not None:
             active = np.setdiff1d(active, without, assume_unique=True)
@@ -59,9 +60,12 @@ class AdmissionControl:
 
         A candidate counts with all its pages from the first step on, so the result is conservative.
         """
-        limit, page_size = int(self._limit(classes)), self._state.pool.shape.page_size
+        limit, shape = int(self._limit(classes)), self._state.pool.shape
         curve = self.forecast_for(candidates).with_candidates(candidates.take(np.arange(head)))
-        largest = candidates.pages + growth(candidates, page_size)[1]
+        held = candidates.pages - candidates.left_behind
+        largest = held + growth(candidates, shape.page_size)[1]
+        if shape.window_tokens:
+            largest = np.minimum(largest, np.maximum(held, shape.window_pages))
         end = int(candidates.end[head])
         start = _first_gap(curve + largest[head] > limit, end)
         curve[start : start + end] += largest[head]
@@ -97,8 +101,9 @@ class AdmissionControl:
     def _upper_bound(self, candidates: Sequences) -> int:
         """Return an upper bound on the forecast: all sequences and candidates at their greatest length together."""
         pool, tree, page_size = self._state.pool.pages, self._state.pool.tree, self._state.pool.shape.page_size
-        unused = set(candidates.node[tree.users[candidates.node] == 0].tolist())
-        cached = sum(int(tree.depth[node]) for node in unused)
+        # With windows, the nodes above a node with users may have none.
+        unheld = (tree.users[candidates.node] == 0) | (self._state.pool.shape.window_tokens > 0)
+        cached = sum(int(tree.depth[node]) for node in set(candidates.node[unheld].tolist()))
         grown = sum(int(growth(sequences, page_size)[1].sum()) for sequences in (self._running, candidates))
         return pool.in_use + cached + grown + int((candidates.pages - tree.depth[candidates.node]).sum())
 
@@ -121,12 +126,13 @@ def forecast_running(state: State, running: Sequences, horizon: int) -> Forecast
     shares = [share for share in state.pool.sharing.values() if share.ready_step]
     extra = sum(share.owns_last_page for share in shares)
     nodes = [share.node for share in shares]
-    return Forecast(state.pool.pages, state.pool.tree, running, nodes, extra, horizon)
+    pool = state.pool
+    return Forecast(pool.shape, pool.slots, pool.tree, running, nodes, extra, horizon)
 
 
 def running_curve(state: State, step: int) -> np.ndarray:
     """Return the pages in use from ``step`` until the last running sequence ends: int64."""
-    running = running_sequences(state.pool.slots, step)
+    running = running_sequences(state.pool.slots, step, state.queue.steps_ahead)
     return forecast_running(state, running, int(running.end.max(initial=0)) + 1).curve
 
 
@@ -134,6 +140,6 @@ def forecast_pages(state: State) -> PageForecast:
     """Return the pages in use at four future steps; empty without a worker. Takes 0.5 ms for 8,192 sequences."""
     if not state.attached:
         return ()
-    running = running_sequences(state.pool.slots, state.pool.step)
+    running = running_sequences(state.pool.slots, state.pool.step, state.queue.steps_ahead)
     curve = forecast_running(state, running, _FORECAST_STEPS[-1] + 1).curve
     return tuple((steps, int(curve[steps])) for steps in _FORECAST_STEPS)

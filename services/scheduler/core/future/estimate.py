@@ -119,6 +119,8 @@ class Placement:
             if index < _PLACED and cells < _MOST_CELLS:
                 cells += len(self.pages)
                 needed = -(-(sample.given + length - 1) // shape.page_size)
+                if shape.window_tokens:
+                    needed = min(needed, max(-(-sample.given // shape.page_size), shape.window_pages))
                 at = self.first_fit(at, needed, length)
                 at = max(at, prefill // shape.max_tokens_per_step)
                 self._add(at, length, needed)

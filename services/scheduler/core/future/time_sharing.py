@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from services.scheduler.core.future.admission import forecast_running
-from services.scheduler.core.future.forecast import running_sequences
+from services.scheduler.core.future.sequences import running_sequences
 from services.scheduler.core.state import State
 
 _SHORTER = 1.5  # a step that is not shorter by this factor is not worth a plan
@@ -110,8 +110,7 @@ class TimeSharing:
         state, pool = self._state, self._state.pool
         if pool.holds_longest():
             return True
-        sequences = running_sequences(pool.slots, pool.step)
-        later = sequences._replace(end=sequences.end + paused, delay=sequences.delay + paused)
+        later = running_sequences(pool.slots, pool.step, state.queue.steps_ahead).later(paused.astype(np.int64))
         return bool(forecast_running(state, later, int(later.end.max(initial=0)) + 1).curve.max() <= pool.pages.size)
 
 

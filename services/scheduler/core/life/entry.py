@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.scheduler.core.memory.prefix_tree import ROOT
 from services.scheduler.core.request import Sample
 
 
@@ -17,6 +18,11 @@ class Entry(NamedTuple):
     copied_page: int = -1  # page with the rest of the cached tokens, which each sample copies; -1 = none
     leads: bool = False  # the other samples of the request wait until it has computed the prompt
     shared: bool = False  # only the last token is left to compute, as another sample computed the prompt
+    left_behind: int = 0  # leading pages that no sample holds, because no layer attends to them
+
+    def held_node(self, depth: int) -> int:
+        """Return ``node``, whose depth is ``depth`` pages, or the root if the samples hold no page of its path."""
+        return self.node if self.left_behind < depth else ROOT
 
     def lent_pages(self, page_size: int) -> int:
         """Return how many leading pages the other samples will need: those of all tokens but the last."""

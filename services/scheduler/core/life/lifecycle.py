@@ -11,6 +11,7 @@ from services.scheduler.core.life.ending import Ending, finish_of
 from services.scheduler.core.life.entry import Entry, Lengths, Placed, Prepared
 from services.scheduler.core.life.sharing import Sharing
 from services.scheduler.core.life.victims import are_preemptible, protected_lengths
+from services.scheduler.core.memory.prefix_tree import ROOT
 from services.scheduler.core.request import Finish, FinishReason, Sample
 from services.scheduler.core.state import State
 
@@ -36,7 +37,8 @@ class Lifecycle:
             "priority": request.priority,
             "scheduled": entry.cached,
             "length_class": request.length_class_id,
-            "node": entry.node,
+            "node": entry.held_node(int(state.pool.tree.depth[entry.node])),
+            "left_behind": entry.left_behind,
             "sink": request.sink,
             "last_token": int(entry.tokens[-1]),
             "lent_pages": entry.lent_pages(state.pool.shape.page_size),
@@ -59,7 +61,7 @@ class Lifecycle:
             state.queue.waiting.remove(sample)
         # All cached pages are held before pages are taken, because taking pages evicts others.
         for entry in entries:
-            tree.attach(entry.node, len(entry.samples))
+            tree.attach(entry.node, len(entry.samples), entry.left_behind)
         taken = slots.take(len(samples))
         placed = self._fill_tables(entries, counts, taken)
         self._fill_slots(prepared, counts, samples, taken, step)
@@ -78,6 +80,7 @@ class Lifecycle:
         """Fill the page tables of the slots ``taken``, of which an entry has ``counts``. Return them by entry."""
         state, slots, size = self._state, self._state.pool.slots, self._state.pool.shape.page_size
         depths = [int(state.pool.tree.depth[entry.node]) for entry in entries]
+        paths = [state.pool.tree.path(entry.node) for entry in entries]  # taking pages may evict pages left behind
         news = [-(-len(entry.tokens) // size) - depth for entry, depth in zip(entries, depths, strict=True)]
         depth, new = np.repeat(np.array([depths, news]), counts, axis=1)
         fresh = state.pool.pages.take(int(new.sum()))
@@ -89,16 +92,17 @@ class Lifecycle:
         held = np.zeros((len(fresh), size), np.uint32)
         placed: list[Placed] = []
         at = page_at = 0
-        for entry, whole, pages in zip(entries, depths, news, strict=True):
+        for entry, path, whole, pages in zip(entries, paths, depths, news, strict=True):
             count = len(entry.samples)
             chosen, own = taken[at : at + count], slice(page_at, page_at + count * pages)
             rest = entry.tokens[whole * size :]
             held[own].reshape(count, -1)[:, : len(rest)] = rest
             table = fresh[own].reshape(count, pages)
             if whole:
-                path = np.broadcast_to(state.pool.tree.path(entry.node), (count, whole))
                 slots.table[chosen, :whole] = path
-                table = np.concatenate((path, table), axis=1)
+                table = np.concatenate((np.broadcast_to(path, (count, whole)), table), axis=1)
+            if state.pool.shape.window_tokens:
+                slots.tokens[chosen, : len(entry.tokens)] = entry.tokens
             placed.append((chosen, table))
             at, page_at = at + count, page_at + count * pages
         state.pool.pages.tokens[fresh] = held
@@ -260,6 +264,8 @@ class Lifecycle:
         """Return the known tokens of a slot from position ``start`` on: uint32."""
         slots, pool = self._state.pool.slots, self._state.pool.pages
         known = int(slots.known[slot])
+        if self._state.pool.shape.window_tokens:
+            return slots.tokens[slot, start:known].copy()
         tokens: npt.NDArray[np.uint32] = pool.tokens[slots.pages(slot)].reshape(-1)[:known]
         if known > len(tokens):  # the last token has no page yet
             tokens = np.append(tokens, slots.last_token[slot])
@@ -278,11 +284,11 @@ class Lifecycle:
         computed = np.minimum(slots.known[whole], slots.scheduled[whole])
         self.register_pages(whole, computed, ready_step=state.pool.step + 1)
         nodes = slots.node[leaving]
-        own_from = tree.depth[nodes] + lent
+        own_from = np.maximum(tree.depth[nodes] + lent, slots.left_behind[leaving])
         for sample, slot, node, keep in zip(samples, leaving.tolist(), nodes.tolist(), keep_pages, strict=True):
             if slot in state.pool.prefilling:
                 state.pool.prefilling.remove(slot)
-            tree.detach(node)
+            tree.detach(node, int(slots.left_behind[slot]))
             if not keep:
                 tree.forget(node)
             state.queue.stop_tokens.release(sample.request.stop_token_ids)
@@ -290,10 +296,7 @@ class Lifecycle:
             self._note_times(sample, slot)
             sample.slot = -1
             state.pool.to_release.append((slot, sample.request.request_id))
-        counts = slots.page_count[leaving]
-        columns = np.arange(counts.max(initial=0))
-        own = (columns >= own_from[:, None]) & (columns < counts[:, None])
-        state.pool.pages.give(slots.table[leaving, : len(columns)][own])
+        state.pool.pages.give(slots.entries(leaving, own_from, slots.page_count[leaving]))
         slots.give(leaving)
         state.pool.membership += len(leaving)
 
@@ -301,7 +304,9 @@ class Lifecycle:
         """Add the whole pages of the first ``lengths`` tokens to the prefix tree, for plans from ``ready_step`` on."""
         state, slots, tree = self._state, self._state.pool.slots, self._state.pool.tree
         nodes, ends = slots.node[chosen], lengths // state.pool.shape.page_size
-        more = np.flatnonzero(tree.depth[nodes] < ends)
+        # Pages are found from the first page of a sequence on only, so later ones are not added without it.
+        depth = tree.depth[nodes]
+        more = np.flatnonzero((depth < ends) & (slots.left_behind[chosen] <= depth))
         columns = (chosen[more], nodes[more], tree.depth[nodes[more]], ends[more])
         for slot, node, start, end in zip(*(column.tolist() for column in columns), strict=True):
             pages = slots.table[slot, start:end].copy()
@@ -311,3 +316,25 @@ class Lifecycle:
                 slots.node[slot] = tree.extend(node, tokens, request.salt, pages, ready_step)
             except Exception as error:  # the pages stay its own
                 state.queue.fail(request, error)
+
+    def leave_behind(self) -> None:
+        """Release the pages that the next plan, and later ones, do not read because of windows.
+
+        The leader of a shared prompt keeps its pages for the samples that wait.
+        """
+        state, slots, tree = self._state, self._state.pool.slots, self._state.pool.tree
+        if not state.pool.shape.window_tokens:
+            return
+        running = slots.running_slots()
+        end = state.pool.shape.pages_left_behind(slots.scheduled[running])
+        more = (slots.left_behind[running] < end) & (slots.lent_pages[running] == 0)
+        moving, end = running[more], end[more]
+        first, depth = slots.left_behind[moving], tree.depth[slots.node[moving]]
+        slots.left_behind[moving] = end
+        state.pool.pages.give(slots.entries(moving, np.maximum(first, depth), end))
+        shared = first < depth
+        columns = (moving[shared], first[shared], np.minimum(end, depth)[shared], (end >= depth)[shared])
+        for slot, begin, stop, leaves in zip(*(column.tolist() for column in columns), strict=True):
+            tree.leave_behind(int(slots.node[slot]), begin, stop)
+            if leaves:
+                slots.node[slot] = ROOT

@@ -21,7 +21,8 @@ def choose_victims(state: State, needed: int) -> npt.NDArray[np.int64]:
     """
     slots, tree = state.pool.slots, state.pool.tree
     eligible: npt.NDArray[np.int64] = np.flatnonzero(slots.active & ~slots.guaranteed)
-    alone = slots.page_count[eligible] - _shared_pages(tree, slots.node[eligible])
+    shared = np.maximum(_shared_pages(tree, slots.node[eligible]), slots.left_behind[eligible])
+    alone = slots.page_count[eligible] - shared
     eligible, alone = eligible[alone > 0], alone[alone > 0]
     order = by_work(state, eligible)
     count = int(np.searchsorted(np.cumsum(alone[order]), needed)) + 1

@@ -18,11 +18,15 @@ class PrefixTree:
 
     A node is a run of pages that follow those of its parent. Siblings differ in their first page. Requests of different
     salts have different children of the root. A sequence is attached to one node, and holds the pages from the root
-    through this node.
+    through this node, or only those from some page on if its window has left the others behind.
 
     A node without users is cached, or released at once if ``keep`` is false. Pages of cached nodes are evicted from the
     leaves, least recently used first. If a node is split, the part with the last page keeps the number, so sequences
     attached to it do not change.
+
+    A node without users can be above a node with users, because of windows. If there are no more leaves to evict, it is
+    removed too. Then the nodes below it become children of the root with names that are never looked up, so no path
+    with missing pages is found. Their depth stays.
     """
 
     def __init__(self, pool: PagePool, *, keep: bool = True) -> None:
@@ -34,7 +38,7 @@ class PrefixTree:
         self.parent = np.full(nodes, -1, np.int32)
         self.size = np.zeros(nodes, np.int32)  # pages
         self.depth = np.zeros(nodes, np.int32)  # pages from the root through this node
-        self.users = np.zeros(nodes, np.int32)  # attached sequences, and children with users
+        self.users = np.zeros(nodes, np.int32)  # sequences that hold the pages; undefined for the root
         self.group = np.full(nodes, -1, np.int32)  # Hydragen group of the attached sequences; -1 = none
         self.top = 1
         self._ready = np.zeros(nodes, np.int64)  # first step whose plan may use the pages
@@ -44,7 +48,7 @@ class PrefixTree:
         self._keys = [UNNAMED] * nodes
         self._nodes: dict[PageName, int] = {}
         self._free: list[int] = []
-        self._clock = 0
+        self._clock = self._cuts = 0
         self._leaves: list[tuple[int, int]] = []  # heap of (stamp, node); outdated entries are skipped
 
     def match(self, tokens: np.ndarray, salt: Hashable, most: int, step: int) -> tuple[int, bool]:
@@ -86,28 +90,26 @@ class PrefixTree:
         """Return the pages of each node but the root: int32 ``[size]``."""
         return {node: self._pages[node] for node in self._nodes.values()}
 
-    def attach(self, node: int, count: int = 1) -> None:
-        """Attach ``count`` more sequences to ``node``."""
-        users = self.users
-        while True:
-            before = int(users[node])
-            users[node] = before + count
-            if before or node == ROOT:
-                return
-            self._pool.in_use += int(self.size[node])
-            node, count = int(self.parent[node]), 1
+    def attach(self, node: int, count: int = 1, first: int = 0) -> None:
+        """Attach ``count`` more sequences to ``node``, which hold the pages of its path from number ``first`` on."""
+        self._end_node_at(node, first)
+        while self.depth[node] > first:
+            if not self.users[node]:
+                self._pool.in_use += int(self.size[node])
+            self.users[node] += count
+            node = int(self.parent[node])
 
-    def detach(self, node: int) -> None:
-        """Detach one sequence from ``node``."""
-        users = self.users
-        while True:
-            left = int(users[node]) - 1
-            users[node] = left
-            if left or node == ROOT:
-                return
-            parent = int(self.parent[node])
-            self._note_unused(node)
-            node = parent
+    def detach(self, node: int, first: int = 0) -> None:
+        """Detach one sequence from ``node``, which holds the pages of its path from number ``first`` on."""
+        while self.depth[node] > first:
+            node = self._drop(node)
+
+    def leave_behind(self, node: int, first: int, end: int) -> None:
+        """Release the pages ``first`` to ``end`` - 1 of the path of a sequence that is attached to ``node``."""
+        self._end_node_at(node, end)
+        while self.depth[node] > end:
+            node = int(self.parent[node])
+        self.detach(node, first)
 
     def extend(self, node: int, tokens: np.ndarray, salt: Hashable, pages: np.ndarray, ready_step: int) -> int:
         """Add ``pages`` with ``tokens`` as a child of ``node``, and attach a sequence of ``node`` to it instead.
@@ -122,15 +124,14 @@ class PrefixTree:
         self._children[node] += 1
         self.depth[child] = self.depth[node] + len(pages)
         self.group[child] = self.group[node]
-        self.users[child] = 1  # the parent keeps one user: the child instead of the sequence
+        self.users[child] = 1
         return child
 
     def forget(self, node: int) -> None:
         """Remove ``node`` and the nodes above it, up to the first node with users or other children."""
         while self._keys[node] is not UNNAMED and not self.users[node] and not self._children[node]:
             parent = int(self.parent[node])
-            self._pool.give_cached(self._remove(node))
-            self._note_leaf(parent)
+            self._remove(node)
             node = parent
 
     def _add(self, key: PageName, parent: int, pages: np.ndarray, ready_step: int) -> int:
@@ -151,23 +152,37 @@ class PrefixTree:
         self._children[upper] = 1
         self.depth[upper] = self.depth[node] - len(pages) + count
         self.group[upper] = self.group[parent]
-        self.users[upper] = 1 if self.users[node] else 0
+        self.users[upper] = self.users[node]
         self._stamps[upper] = self._stamps[node]
         key = (upper, self._pool.tokens[pages[count]].tobytes())
         self._nodes[key], self._keys[node] = node, key
         self._pages[node], self.size[node], self.parent[node] = pages[count:], len(pages) - count, upper
         return upper
 
-    def _note_unused(self, node: int) -> None:
+    def _end_node_at(self, node: int, end: int) -> None:
+        """Split a node of the path of ``node`` if page number ``end`` of the path is inside of it."""
+        if not end:
+            return
+        while self.depth[node] - self.size[node] > end:
+            node = int(self.parent[node])
+        count = end - int(self.depth[node]) + int(self.size[node])
+        if 0 < count < self.size[node]:
+            self._split(node, count)
+
+    def _drop(self, node: int) -> int:
+        """Take one user from ``node``. Return its parent."""
+        parent = int(self.parent[node])
+        self.users[node] -= 1
+        if self.users[node]:
+            return parent
         self._pool.in_use -= int(self.size[node])
         self._clock += 1
         self._stamps[node] = self._clock
-        if self._children[node]:
-            return
         if self._keep:
             self._note_leaf(node)
         else:
-            self._pool.give_cached(self._remove(node))
+            self._remove(node)
+        return parent
 
     def _note_leaf(self, node: int) -> None:
         if node == ROOT or self.users[node] or self._children[node]:
@@ -183,6 +198,9 @@ class PrefixTree:
 
     def _evict(self, count: int) -> None:
         while count > 0:
+            if not self._leaves:
+                self._evict_left_behind(count)
+                return
             stamp, node = heapq.heappop(self._leaves)
             if not self._evictable(stamp, node):
                 continue
@@ -193,20 +211,39 @@ class PrefixTree:
                 self.depth[node] -= count
                 self.group[node] = -1  # the removed pages may be shared by its group
                 heapq.heappush(self._leaves, (stamp, node))
-                pages = pages[-count:]
+                self._pool.give_cached(pages[-count:])
             else:
-                parent = int(self.parent[node])
                 self._remove(node)
-                self._note_leaf(parent)
-            self._pool.give_cached(pages)
             count -= len(pages)
 
-    def _remove(self, node: int) -> np.ndarray:
-        """Remove a leaf. Return its pages."""
+    def _evict_left_behind(self, count: int) -> None:
+        """Evict pages of nodes that are above nodes with users: least recently used first, then the deepest first."""
+        nodes = np.flatnonzero((self.users[: self.top] == 0) & (self.size[: self.top] > 0))
+        for node in nodes[np.lexsort((-self.depth[nodes], self._stamps[nodes]))].tolist():
+            if count <= 0:
+                return
+            if self.size[node] > count:
+                self._split(node, int(self.size[node]) - count)
+            count -= int(self.size[node])
+            self._remove(node)
+
+    def _remove(self, node: int) -> None:
+        """Remove a node without users, and release its pages."""
+        below = np.flatnonzero(self.parent[: self.top] == node).tolist() if self._children[node] else []
+        parent = int(self.parent[node])
         del self._nodes[self._keys[node]]
         self._keys[node] = UNNAMED
-        self._children[self.parent[node]] -= 1
-        self.parent[node], self.group[node] = ROOT, -1
+        self._children[parent] -= 1
+        self.parent[node], self.size[node], self.group[node] = ROOT, 0, -1
+        self._children[node] = 0
         self._free.append(node)
-        pages, self._pages[node] = self._pages[node], np.zeros(0, np.int32)
-        return pages
+        self._pool.give_cached(self._pages[node])
+        self._pages[node] = np.zeros(0, np.int32)
+        for child in below:
+            self._cuts += 1
+            del self._nodes[self._keys[child]]
+            self._keys[child] = (-self._cuts, b"")
+            self._nodes[self._keys[child]] = child
+            self.parent[child] = ROOT
+            self._children[ROOT] += 1
+        self._note_leaf(parent)

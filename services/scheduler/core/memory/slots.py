@@ -33,11 +33,15 @@ class Slots:
         self.observed_age = np.zeros(count, np.int64)  # generated tokens when the length predictor last observed it
         self.quantile = np.zeros(count, np.float64)  # quantile of its class from which its length is predicted
         self.delay = np.zeros(count, np.int64)  # least number of steps until its prompt is computed
-        # Pages: those of its path in the prefix tree, then its own.
+        # Pages: those of its path in the prefix tree, then its own. The first ones are not held any more if no layer
+        # attends to them. If these are the whole path, ``node`` is the root.
         self.page_count = np.zeros(count, np.int64)
+        self.left_behind = np.zeros(count, np.int64)  # leading entries of the page table that are not held
         self.table = np.zeros((count, -(-shape.max_context_tokens // shape.page_size) + 1), np.int32)
         self.node = np.zeros(count, np.int64)
         self.lent_pages = np.zeros(count, np.int64)  # leading pages that are kept for waiting samples of its request
+        # Known tokens, because pages that are not held any more may have others. Memory is used where it is written.
+        self.tokens = np.zeros((count, shape.max_context_tokens if shape.window_tokens else 0), np.uint32)
         self.last_token = np.zeros(count, np.uint32)
         self.stop_state = np.full(count, -1, np.int32)  # global state of the stop automaton; -1 = no stop strings
         self.stop_set = np.zeros(count, np.int32)
@@ -89,6 +93,12 @@ class Slots:
     def pages(self, slot: int) -> np.ndarray:
         """Return the page table of a sequence: int32 ``[page_count]``, a view."""
         return self.table[slot, : self.page_count[slot]]
+
+    def entries(self, slots: np.ndarray, first: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """Return the entries ``first[i]`` to ``end[i]`` - 1 of the page tables of ``slots``: int32, by slot."""
+        columns = np.arange(end.max(initial=0))
+        entries: np.ndarray = self.table[slots, : len(columns)][(columns >= first[:, None]) & (columns < end[:, None])]
+        return entries
 
     def decoding(self) -> np.ndarray:
         """Return the slots that compute one more token in the next plan, ascending: int64, read-only."""

@@ -27,7 +27,8 @@ class Batching:
     ) -> None:
         """Put the rows into ``plan``. ``regroup`` allows a new choice of Hydragen groups."""
         state, policy = self._state, self._state.policy
-        hydragen = policy.hydragen if state.pool.shape.hydragen else None
+        shape = state.pool.shape
+        hydragen = policy.hydragen if shape.hydragen and not shape.window_tokens else None
         if regroup and hydragen is not None:
             self._regroup(hydragen)
         plan.micro_batches = policy.micro_batches

@@ -70,6 +70,7 @@ class Planner:
     ) -> tuple[np.ndarray, Rows]:
         """Put tokens into the plan. Return the slots that decode, and the rows of prompts."""
         state = self._state
+        self._lifecycle.leave_behind()
         decoding = self._decode(plan, time_slice)
         budget = state.pool.shape.max_tokens_per_step - len(decoding)
         if light and len(decoding):

@@ -55,7 +55,8 @@ class Preemption:
         if not short or not len(running):
             return
         count = np.bincount(slots.key[running], minlength=keys.size)
-        pages = np.bincount(slots.key[running], weights=slots.page_count[running], minlength=keys.size)
+        held = slots.page_count[running] - slots.left_behind[running]
+        pages = np.bincount(slots.key[running], weights=held, minlength=keys.size)
         ahead = (count > fair) | (pages * len(active) > state.pool.pages.size)
         for sample in short:
             if (number := keys.numbers.get(sample.request.fairness_key)) is not None:
@@ -137,9 +138,7 @@ class Preemption:
     def _fewest(self, plan: PlannedStep, order: np.ndarray, least: int, free: int, candidates: Candidates) -> int:
         """Return how many of ``order``, from the first on, to preempt so that as many candidates fit as if all were."""
         # As of the plan before, because this plan has not computed anything yet.
-        sequences = candidates.sequences._replace(
-            end=candidates.sequences.end + 1, delay=candidates.sequences.delay + 1
-        )
+        sequences = candidates.sequences.later(1)
         classes, step = candidates.classes, plan.step - 1
         count = self._admission(self._state, step, without=order).fitting(sequences, classes)
         if count == 0:

@@ -9,8 +9,8 @@ import numpy as np
 from services.common.errors import Internal
 from services.common.plan.types import Admission
 from services.scheduler.core.future.admission import AdmissionControl
-from services.scheduler.core.future.forecast import Sequences
 from services.scheduler.core.future.prediction import Prediction
+from services.scheduler.core.future.sequences import Sequences
 from services.scheduler.core.future.time_sharing import KeyTimeSlice
 from services.scheduler.core.life.entry import Entry, Lengths, Prepared
 from services.scheduler.core.life.lifecycle import Lifecycle
@@ -165,7 +165,9 @@ class Prefill:
         if share is not None and not len(sample.generated):
             if not 0 < share.ready_step <= plan.step:
                 return None
-            return Entry([sample], tokens, len(tokens) - 1, share.node, share.last_page, shared=True)
+            cached = len(tokens) - 1
+            return Entry([sample], tokens, cached, share.node, share.last_page, shared=True,
+                         left_behind=self._left_behind(cached))  # fmt: skip
         # The page of the last token is never taken from the tree, because sampling needs this token to be computed.
         most = (request.scored if request.unscored else len(tokens) - 1) // size
         node, early = state.pool.tree.match(tokens, request.salt, most, plan.step)
@@ -179,15 +181,23 @@ class Prefill:
             if key in claimed and at < most:
                 return None
             claimed.add(key)
-        return Entry([sample], tokens, at * size, node, leads=leads)
+        left_behind = 0 if leads else self._left_behind(at * size)
+        return Entry([sample], tokens, at * size, node, leads=leads, left_behind=left_behind)
+
+    def _left_behind(self, cached: int) -> int:
+        """Return the number of leading pages that a sample with ``cached`` tokens does not hold."""
+        return int(self._state.pool.shape.pages_left_behind(np.array(cached)))
 
     def candidates(self, plan: PlannedStep, entries: list[Entry], budget: int) -> "Candidates":
         """Return ``entries`` as the forecast needs them, if ``plan`` admits them with ``budget`` tokens."""
         state, size = self._state, self._state.pool.shape.page_size
         samples = [sample for entry in entries for sample in entry.samples]
         counts = [len(entry.samples) for entry in entries]
-        rows = [(len(entry.tokens), entry.cached, entry.node, entry.lent_pages(size)) for entry in entries]
-        given, cached, node, lent = np.repeat(np.array(rows, np.int64), counts, axis=0).T
+        rows = [
+            (len(entry.tokens), entry.cached, entry.node, entry.lent_pages(size), entry.left_behind)
+            for entry in entries
+        ]
+        given, cached, node, lent, left_behind = np.repeat(np.array(rows, np.int64), counts, axis=0).T
         missing = given - cached
         # Only the last candidate can get less of this step than it needs, or none if others are not admitted.
         rest, least = np.maximum(np.cumsum(missing) - budget, 0), np.maximum(missing - budget, 0)
@@ -195,9 +205,11 @@ class Prefill:
         total, quantile = self._prediction.totals(samples)
         limit = np.array([sample.request.limit for sample in samples], np.int64)
         slowest = max(1, state.pool.shape.max_tokens_per_step - state.pool.slots.running - len(samples))
-        end = -(-rest // slowest) + total - 1 - given + state.queue.steps_ahead
+        late = -(-rest // slowest)
+        end = late + total - 1 - given + state.queue.steps_ahead
         delay = -(-least // state.pool.shape.max_tokens_per_step)
-        sequences = Sequences(given, limit, -(-given // size), delay, end, node, lent)
+        slot = np.full(len(samples), -1)
+        sequences = Sequences(given, limit, -(-given // size), delay, late, end, node, lent, left_behind, slot)
         classes = np.array([-1 if sample.guaranteed else sample.request.length_class_id for sample in samples])
         return Candidates(samples, sequences, classes, Lengths(total, quantile, plan.step + end))
 

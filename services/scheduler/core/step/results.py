@@ -87,6 +87,9 @@ class Results:
         slots.last_token[rows] = tokens
         index, offset = np.divmod(position, state.pool.shape.page_size)
         paged = index < slots.page_count[rows]  # otherwise it is written when its page is taken
+        if state.pool.shape.window_tokens:
+            slots.tokens[rows, position] = tokens
+            paged &= index >= slots.left_behind[rows]
         if np.count_nonzero(paged) == len(paged):
             state.pool.pages.tokens[slots.table[rows, index], offset] = tokens
         else:
