@@ -66,13 +66,19 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_foreign_checkpoint(directory: Path, architecture: str, **changes: Any) -> Path:
-    """Write a checkpoint of ``architecture`` with random weights, and a tokenizer. Return its directory."""
+def make_foreign_config(architecture: str, **changes: Any) -> transformers.PreTrainedConfig:
+    """Return the configuration of a tiny model of ``architecture``."""
     name, settings = ARCHITECTURES[architecture]
     kind = getattr(transformers, f"{name}Config")
     defaults = kind()
     sizes = {key: value for key, value in _SIZES.items() if hasattr(defaults, key)}
-    config = kind(**sizes | settings | changes)
+    config: transformers.PreTrainedConfig = kind(**sizes | settings | changes)
+    return config
+
+
+def make_foreign_checkpoint(directory: Path, architecture: str, **changes: Any) -> Path:
+    """Write a checkpoint of ``architecture`` with random weights, and a tokenizer. Return its directory."""
+    config = make_foreign_config(architecture, **changes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomise(model, seed=3)
     transformers.utils.logging.disable_progress_bar()

@@ -1,11 +1,18 @@
 """The table of architectures in docs/models.md says what the code declares, refuses and is tested with."""
 
 from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
 
 import pytest
+import torch
+import transformers
 
+from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
+from services.common.flags import build
 from services.worker.described.config import ModelConfig
+from services.worker.described.foreign import choose_implementation
 from services.worker.described.heads import laid_out
 from services.worker.described.layer import SupportedValues, undeclared
 from services.worker.described.ranks import Ranks
@@ -14,9 +21,12 @@ from services.worker.described.registry import ARCHITECTURES
 from services.worker.described.shares import local_config, refuse_unshareable
 from services.worker.described.stages import layers_of
 from services.worker.models import decoder
+from services.worker.models.foreign.source import ForeignSource
 from tests.checkpoints import ARCHITECTURES as CHECKPOINTS
 from tests.docs.pages import ROOT, prose
 from tests.docs.published import published
+from tests.foreign_models import ARCHITECTURES as FOREIGN
+from tests.foreign_models import make_foreign_config
 from tests.worker.interpreter import needs_triton
 from tests.worker.parallel.cases import CASES, EXPERT_CASES, MODELS
 
@@ -25,6 +35,7 @@ TP_SIZES = (2, 4, 8)
 NONE = "-"
 PUBLISHED = published()
 Table = dict[str, dict[str, str]]
+of_foreign = pytest.mark.parametrize("architecture", FOREIGN)
 of_architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
@@ -40,6 +51,7 @@ def read_table(heading: str) -> Table:
 
 
 TABLE = read_table("Which architectures?")
+FOREIGN_TABLE = read_table("Which other architectures run through transformers?")
 
 
 def small(architecture: str) -> str:
@@ -156,3 +168,50 @@ def test_ranks_have_whole_experts_of_the_example(architecture):
 def test_the_example_can_be_quantized(architecture):
     """``tests/worker/test_quantization.py`` runs a checkpoint of each architecture in fp8."""
     assert TABLE[architecture]["quantization=fp8"] == listed(quantizable(PUBLISHED[architecture][1]))
+
+
+@cache
+def raw_config(architecture: str) -> dict[str, Any]:
+    """Return the content of ``config.json`` of a tiny model that only transformers computes."""
+    config = make_foreign_config(architecture)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return config.to_dict() | {"architectures": [type(model).__name__]}
+
+
+def test_every_architecture_that_is_tested_through_transformers_has_a_row():
+    """``tests/worker/test_foreign.py`` compares the tokens of each with those of transformers."""
+    named = [raw_config(architecture)["architectures"][0] for architecture in FOREIGN]
+    assert list(FOREIGN_TABLE) == sorted(named, key=str.lower)
+    assert not FOREIGN_TABLE.keys() & ARCHITECTURES.keys()
+    examples = [row["example"] for row in FOREIGN_TABLE.values()]
+    assert all(examples)
+    assert len(set(examples)) == len(examples)
+
+
+@needs_triton
+@pytest.mark.usefixtures("triton_ready")
+@of_foreign
+def test_a_row_says_where_transformers_computes_an_architecture(architecture):
+    from services.worker.attention import cuda
+
+    raw = raw_config(architecture)
+    row = FOREIGN_TABLE[raw["architectures"][0]]
+    described, _ = choose_implementation(raw, WorkerConfig(model="none"))
+    model = ForeignSource(ROOT, raw, described, torch.float32).described
+    is_supported = declares(cuda.SUPPORTED, model, attention=True) and is_accepted(
+        lambda: refuse_unsupported_cuda_sizes(PAGE_SIZE, model.stored_head_dim)
+    )
+    assert (row["implementation"], row["CPU"]) == ("transformers", "yes")
+    assert row["CUDA"] == ("yes" if is_supported else "no")
+
+
+@pytest.mark.parametrize("flag", ["tp_size=2", "pp_size=2", "expert_parallel=T", "quantization=fp8"])
+@of_foreign
+def test_flags_of_a_row_that_are_refused_have_a_dash(architecture, flag):
+    raw, (name, value) = raw_config(architecture), flag.split("=")
+    flags = {name: value} | ({"tp_size": 2} if name == "expert_parallel" else {})
+    config = build(WorkerConfig, {"model": "none"} | flags)
+    row = FOREIGN_TABLE[raw["architectures"][0]]
+    cell = row.get(flag, row.get(name))
+    assert (cell == NONE) == (not is_accepted(lambda: choose_implementation(raw, config)))
