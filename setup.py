@@ -11,7 +11,8 @@ from setuptools import find_namespace_packages, setup
 
 ROOT = Path(__file__).parent
 SERVICES = ("gateway", "scheduler", "worker")
-TEXT_ONLY = ("gateway", "scheduler")  # they need the built-in model's tokenizer, not its weights
+TEXT_ONLY = ("gateway", "scheduler")  # they need the built-in models' tokenizers, not the weights
+BUILTIN_MODELS = ("services.common.builtin_model", "services.common.builtin_moe_model")
 COMMANDS = {
     "gateway": [
         "toka-gateway = services.gateway.__main__:main",
@@ -60,9 +61,9 @@ setup(
     package_dir={"services": "services", "tokasaurus": "protos/tokasaurus"},
     package_data={
         "tokasaurus": ["**/*.proto", "**/*.pyi"],
-        "services.common.builtin_model": ["*"],
+        **{package: ["*"] for package in BUILTIN_MODELS},
         "services.gateway.console": ["static/*"],
     },
-    exclude_package_data={"services.common.builtin_model": ["*.safetensors"] if chosen in TEXT_ONLY else []},
+    exclude_package_data={package: ["*.safetensors"] if chosen in TEXT_ONLY else [] for package in BUILTIN_MODELS},
     entry_points={"console_scripts": [command for part in parts for command in COMMANDS.get(part, [])]},
 )

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from services.common.errors import InvalidRequest
-from services.common.model.files import names_of, read_card, resolve, tokenizer_fingerprint
+from services.common.model.files import BUILTIN_MODELS, names_of, read_card, resolve, tokenizer_fingerprint
 from services.common.model.generation_config import GenerationDefaults
 
 NO_FILE = GenerationDefaults().sampling
@@ -16,11 +16,22 @@ def write_model(directory, config, generation=None):
     return str(directory)
 
 
-def test_the_builtin_model_has_a_card():
-    card = read_card("builtin")
-    assert card.name == "tokasaurus-builtin"
+@pytest.mark.parametrize("name", BUILTIN_MODELS)
+def test_a_builtin_model_has_a_card(name):
+    card = read_card(name)
+    assert (card.name, card.aliases) == (f"tokasaurus-{name}", (name,))
     assert card.vocab_size > 0
     assert card.eos_token_ids
+    assert (resolve(name, weights=True) / "model.safetensors").is_file()
+
+
+def test_the_builtin_models_have_one_tokenizer():
+    assert len({tokenizer_fingerprint(directory) for directory in BUILTIN_MODELS.values()}) == 1
+
+
+def test_a_wrong_path_names_the_builtin_models():
+    with pytest.raises(InvalidRequest, match="give a Hugging Face directory, a hub id, builtin or builtin-moe"):
+        resolve("./builtin-mo", weights=False)
 
 
 def test_the_end_of_sequence_set_comes_from_the_generation_config(tmp_path):
@@ -85,6 +96,7 @@ def test_a_model_is_named_after_its_directory_unless_told_otherwise(tmp_path):
         ("meta-llama/Llama-3.2-1B", ("Llama-3.2-1B", "meta-llama/Llama-3.2-1B")),
         ("/models/Llama/", ("Llama", "/models/Llama", "/models/Llama/")),
         ("builtin", ("tokasaurus-builtin", "builtin")),
+        ("builtin-moe", ("tokasaurus-builtin-moe", "builtin-moe")),
     ],
 )
 def test_a_model_has_its_last_part_and_itself_as_names(model, names):

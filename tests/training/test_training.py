@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from tokenizers import Tokenizer  # noqa: E402
 
+from services.common.model.files import BUILTIN_MODELS  # noqa: E402
 from training.augment import ANNOTATION, Template, is_consistent, rename_people, to_number  # noqa: E402
 from training.corpus import held_out_generated  # noqa: E402
 from training.evaluate import evaluate, pass_at_k  # noqa: E402
@@ -259,15 +260,11 @@ def test_the_shares_of_experts_sum_to_one_in_each_layer() -> None:
     assert (described["equal"], described["least"], described["largest"]) == (50.0, [25.0, 50.0], [75.0, 50.0])
 
 
-def test_the_built_in_mixture_of_experts_is_small() -> None:
-    shape = SHAPES["builtin-moe"]
-    assert shape.experts >= 16
-    assert 2 * sum(p.numel() for p in LanguageModel(shape).parameters()) <= 11_500_000  # bytes of bfloat16
-
-
-def test_built_in_model() -> None:
-    directory = ROOT / "services" / "common" / "builtin_model"
-    assert (directory / "model.safetensors").stat().st_size <= 16_000_000
+@pytest.mark.parametrize(("name", "most_bytes"), [("builtin", 16_000_000), ("builtin-moe", 12_000_000)])
+def test_built_in_model(name: str, most_bytes: int) -> None:
+    directory = BUILTIN_MODELS[name]
+    assert (directory / "model.safetensors").stat().st_size <= most_bytes
+    assert load_model(directory).config == replace(SHAPES[name], dropout=0.0)
     check_logits(directory)
     ends = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
     assert ends == [0, 1]

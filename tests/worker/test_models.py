@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from services.common.errors import InvalidRequest
+from services.common.model.files import BUILTIN_MOE
 from services.common.model.json_object import read_json
 from services.worker.attention.base import AttentionBatch
 from services.worker.attention.factory import make_attention
@@ -126,6 +127,14 @@ def test_float32_logits_are_those_of_transformers(variant, checkpoint, reference
     with torch.inference_mode():
         expected = reference(directory)(torch.tensor([token_ids])).logits[0]
     torch.testing.assert_close(logits_of(directory, token_ids), expected, atol=1e-4, rtol=0)
+
+
+def test_float32_logits_of_the_built_in_experts_are_those_of_transformers(reference):
+    """Trained routers prefer some experts, and random ones do not."""
+    token_ids = np.random.default_rng(0).integers(5, 2048, 300).tolist()
+    with torch.inference_mode():
+        expected = reference(BUILTIN_MOE)(torch.tensor([token_ids])).logits[0]
+    torch.testing.assert_close(logits_of(BUILTIN_MOE, token_ids), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])

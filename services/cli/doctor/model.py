@@ -12,7 +12,7 @@ from services.cli.doctor.nvml import GpuInfo
 from services.common.config import DeploymentConfig, WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.model.checkpoint_files import BrokenFile, CheckpointShard, read_shards
-from services.common.model.files import TEXT_FILES, WEIGHT_FILES, read_card, resolve
+from services.common.model.files import BUILTIN_MODELS, BUILTIN_NAMES, TEXT_FILES, WEIGHT_FILES, read_card, resolve
 from services.common.model.json_object import read_json
 from services.worker.described.checkpoint import checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
@@ -50,11 +50,12 @@ class ModelShape:
 
 def find(config: DeploymentConfig) -> tuple[Path | None, list[Finding]]:
     """Return the directory of the model on this machine. Download nothing."""
-    if config.model == "builtin" or Path(config.model).exists() or config.model.startswith((".", "/", "~")):
+    if config.model in BUILTIN_MODELS or Path(config.model).exists() or config.model.startswith((".", "/", "~")):
         try:
             return resolve(config.model, weights=False), []
         except InvalidRequest as error:
-            return None, [fail("model", error.message.partition(": ")[0], "give a directory, a hub id, or builtin")]
+            problem = error.message.partition(": ")[0]
+            return None, [fail("model", problem, f"give a directory, a hub id, {BUILTIN_NAMES}")]
     import huggingface_hub  # its client takes time to load
 
     wanted = [*TEXT_FILES, *(WEIGHT_FILES if config.load_format != "dummy" else ())]

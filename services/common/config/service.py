@@ -32,7 +32,10 @@ class ServiceFlags(Config):
     translations: ClassVar[Mapping[str, Translation]] = ORIGINAL
     shorthands: ClassVar[Mapping[str, str]] = METHODS
 
-    model: str = Field("builtin", description="Hugging Face directory or hub id; 'builtin' = the model in this package")
+    model: str = Field(
+        "builtin",
+        description="Hugging Face directory or hub id; 'builtin' and 'builtin-moe' = the models in this package",
+    )
     tokenizer: str | None = Field(None, description="directory or hub id of the tokenizer; default: the model's")
     served_model_name: Strings = Field(
         (), description="names of the model in the API, the main one first; default: the last part of model="

@@ -1,6 +1,6 @@
 """Locates and reads the files of a model. No torch, no transformers.
 
-``model=`` is a local Hugging Face directory, a hub id, or ``builtin``.
+``model=`` is a local Hugging Face directory, a hub id, or a name of ``BUILTIN_MODELS``.
 """
 
 import hashlib
@@ -15,6 +15,9 @@ from services.common.model.generation_config import GenerationDefaults, read_gen
 from services.common.model.json_object import LARGEST_TOKENIZER, MOST_VOCABULARY, JsonObject, read_bytes, read_json
 
 BUILTIN = Path(__file__).parents[1] / "builtin_model"
+BUILTIN_MOE = Path(__file__).parents[1] / "builtin_moe_model"
+BUILTIN_MODELS = {"builtin": BUILTIN, "builtin-moe": BUILTIN_MOE}  # directories by the name that ``model`` takes
+BUILTIN_NAMES = " or ".join(BUILTIN_MODELS)
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -34,13 +37,14 @@ def resolve(model: str, *, weights: bool) -> Path:
 
     Raises ``InvalidRequest`` (field ``model``) if it is neither a directory nor a hub id that can be downloaded.
     """
-    if model == "builtin":
-        return BUILTIN
+    if model in BUILTIN_MODELS:
+        return BUILTIN_MODELS[model]
     if Path(model).is_dir():
         return Path(model)
     if Path(model).exists() or model.startswith((".", "/", "~")):
         raise InvalidRequest(
-            f"model={model!r} is not a directory: give a Hugging Face directory, a hub id, or builtin", field="model"
+            f"model={model!r} is not a directory: give a Hugging Face directory, a hub id, {BUILTIN_NAMES}",
+            field="model",
         )
     # Imported here because the hub's client takes time to load, and a local model does not need it.
     import huggingface_hub
@@ -75,7 +79,7 @@ class ModelCard:
 def names_of(model: str, served_names: Sequence[str] = ()) -> tuple[str, ...]:
     """Return every name of ``model``, the main one first: the ``served_names``, the last part of its path, the path."""
     path = model.rstrip("/") or model
-    last = f"tokasaurus-{model}" if model == "builtin" else path.split("/")[-1]
+    last = f"tokasaurus-{model}" if model in BUILTIN_MODELS else path.split("/")[-1]
     return tuple(dict.fromkeys((*served_names, last, path, model)))
 
 

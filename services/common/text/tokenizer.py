@@ -30,7 +30,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model: str) -> "Tokenizer":
-        """Load the tokenizer of a Hugging Face directory, a hub id or ``builtin``. Raises ``InvalidRequest``."""
+        """Load the tokenizer of a Hugging Face directory, a hub id or a built-in model. Raises ``InvalidRequest``."""
         directory = resolve(model, weights=False)
         special_tokens = _special_tokens(directory)
         backend = read_backend(directory)

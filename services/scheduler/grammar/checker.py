@@ -36,7 +36,7 @@ class _Check:
 class GrammarChecker:
     """Checks grammars for all clients, on the event loop. Children start with the first grammars.
 
-    ``tokenizer`` is a directory, a hub id, or ``builtin``.
+    ``tokenizer`` is a directory, a hub id, or the name of a built-in model.
     """
 
     def __init__(self, tokenizer: str, eos_token_ids: Sequence[int], limits: GrammarLimits | None = None) -> None:
