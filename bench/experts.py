@@ -102,7 +102,12 @@ def _tune(config: BenchConfig, shape: Shape, layers: list[Layer]) -> dict[str, A
     best = choose_tiles(pairs, len(weights), weights.itemsize)
 
     def ms(tiles: ExpertTiles, streamed: bool) -> float | None:
-        return _measured(lambda layer: mix_with_tiles(*layer, shape.activation, tiles, streamed=streamed), layers)
+        def run(layer: Layer) -> torch.Tensor:
+            output = torch.empty_like(layer.x)
+            mix_with_tiles(*layer, shape.activation, tiles, streamed=streamed, output=output, add=False)
+            return output
+
+        return _measured(run, layers)
 
     streamed = pairs <= MOST_STREAMED_PAIRS
     before = least = ms(best, streamed) or float("inf")

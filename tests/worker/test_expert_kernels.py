@@ -162,6 +162,14 @@ class Case:
     def expected(self, activation: str = "silu") -> torch.Tensor:
         return plain.mix(self.x, self.routes, self.weights, activation)
 
+    def check_added(self) -> None:
+        from services.worker.layers.triton_experts import add_experts
+
+        onto = random(*self.x.shape, seed=9)
+        expected = onto + self.expected()
+        add_experts(onto, self.x, *self.routes, *self.weights, "silu")
+        torch.testing.assert_close(onto, expected, rtol=1e-4, atol=1e-4)
+
     def check(self, activation: str = "silu") -> None:
         torch.testing.assert_close(self.mixed(activation), self.expected(activation), rtol=1e-4, atol=1e-4)
 
@@ -174,6 +182,11 @@ class Case:
 def test_a_mixture(activation, biases):
     Case(5, biases=biases).check(activation)
     Case(37, biases=biases).check(activation)
+
+
+@pytest.mark.parametrize("tokens", [3, 30])
+def test_a_mixture_is_added_to_other_values(tokens):
+    Case(tokens, held=range(2, 5)).check_added()
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 130])

@@ -47,6 +47,17 @@ class CudaKernels(TorchKernels):
         rules = router.scores, router.normalized, router.groups, router.chosen_groups, router.scale
         return Routes(*torch.ops.tokasaurus.route(logits, correction, load, *rules, chosen))
 
-    def mix(self, x: torch.Tensor, routes: Routes, weights: ExpertWeights, activation: Activation) -> torch.Tensor:
-        mixed: torch.Tensor = torch.ops.tokasaurus.mix_experts(x.contiguous(), *routes, *weights, activation)
+    def mix(
+        self,
+        x: torch.Tensor,
+        routes: Routes,
+        weights: ExpertWeights,
+        activation: Activation,
+        onto: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        arguments = x.contiguous(), *routes, *weights, activation
+        if onto is not None:
+            torch.ops.tokasaurus.add_experts(onto, *arguments)
+            return onto
+        mixed: torch.Tensor = torch.ops.tokasaurus.mix_experts(*arguments)
         return mixed

@@ -65,9 +65,20 @@ class LayerKernels(ABC):
             load.index_add_(0, chosen_experts, torch.ones_like(chosen_experts))
         return routes
 
-    def mix(self, x: torch.Tensor, routes: Routes, weights: ExpertWeights, activation: Activation) -> torch.Tensor:
-        """Return the weighted sum of the results of each token's experts; see ``layers.experts.mix``."""
-        return experts.mix(x, routes, weights, activation)
+    def mix(
+        self,
+        x: torch.Tensor,
+        routes: Routes,
+        weights: ExpertWeights,
+        activation: Activation,
+        onto: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the weighted sum of the results of each token's experts; see ``layers.experts.mix``.
+
+        If contiguous ``onto [tokens, hidden_size]`` is given, add to it in place and return it.
+        """
+        mixed = experts.mix(x, routes, weights, activation)
+        return mixed if onto is None else onto.add_(mixed)
 
 
 class TorchKernels(LayerKernels):

@@ -7,7 +7,7 @@ The buffers have a row per pair, for any routing: the memory of a step depends o
 largest step that the boot runs proves that the memory suffices, also if all tokens choose the same expert.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -112,8 +112,11 @@ def _products(x, x_scale, matrices, scales, biases, output, sorted_pairs, block_
 
 @triton.jit(do_not_specialize=["first"])
 def _sum(rows, experts, weights, output, first, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, SIZE: tl.constexpr,
-         CHOSEN_WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Write the weighted sum of a token's rows, without experts of other ranks. Grid: ``(tokens, columns)``."""
+         CHOSEN_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+    """Write the weighted sum of a token's rows, without experts of other ranks. Grid: ``(tokens, columns)``.
+
+    ``ADD``: add it to ``output``, rounded once.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns, slots = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHOSEN_WIDTH)
     pairs, inside = token * CHOSEN + slots, columns < SIZE
@@ -122,6 +125,8 @@ def _sum(rows, experts, weights, output, first, EXPERTS: tl.constexpr, CHOSEN: t
     weight = tl.load(weights + pairs, here, other=0.0)
     values = tl.load(rows + pairs[:, None] * SIZE + columns[None, :], here[:, None] & inside[None, :], other=0.0)
     total = tl.sum(values.to(tl.float32) * weight[:, None], axis=0)
+    if ADD:
+        total += tl.load(output + token * SIZE + columns, inside, other=0.0).to(tl.float32)
     tl.store(output + token * SIZE + columns, total.to(output.dtype.element_ty), inside)
 
 
@@ -141,13 +146,32 @@ class _Grouping(NamedTuple):
         return self.pairs if self.blocks is None else self.blocks.experts.shape[0]
 
 
-@operator(
-    "mix_experts(Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias,"
-    " Tensor? down_bias, int first, Tensor? gate_up_scale, Tensor? down_scale, str activation) -> Tensor",
-    lambda x, *_: torch.empty_like(x),
-    "CUDA",
+_ARGUMENTS = (
+    "Tensor x, Tensor experts, Tensor weights, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias,"
+    " int first, Tensor? gate_up_scale, Tensor? down_scale, str activation"
 )
-def mix_experts(
+
+
+@operator(f"mix_experts({_ARGUMENTS}) -> Tensor", lambda x, *_: torch.empty_like(x), "CUDA")
+def mix_experts(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Return what ``layers.experts.mix`` does; see ``add_experts``."""
+    output = torch.empty_like(x)
+    _mix(output, False, x, *arguments)
+    return output
+
+
+@operator(f"add_experts(Tensor(a!) onto, {_ARGUMENTS}) -> ()", lambda *_: None, "CUDA")
+def add_experts(onto: torch.Tensor, x: torch.Tensor, *arguments: Any) -> None:
+    """Add what ``layers.experts.mix`` returns to ``onto``, for contiguous tensors of the fields of its arguments.
+
+    With fp8 weights, the inputs of both products are quantized by rows.
+    """
+    _mix(onto, True, x, *arguments)
+
+
+def _mix(
+    output: torch.Tensor,
+    add: bool,
     x: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
@@ -159,18 +183,16 @@ def mix_experts(
     gate_up_scale: torch.Tensor | None,
     down_scale: torch.Tensor | None,
     activation: Activation,
-) -> torch.Tensor:
-    """Return what ``layers.experts.mix`` does, for contiguous tensors of the fields of its arguments.
-
-    With fp8 weights, the inputs of both products are quantized by rows.
-    """
-    return mix_with_tiles(
+) -> None:
+    mix_with_tiles(
         x,
         Routes(experts, weights),
         ExpertWeights(gate_up, down, gate_up_bias, down_bias, first, gate_up_scale, down_scale),
         activation,
         choose_tiles(experts.numel(), gate_up.shape[0], gate_up.itemsize),
         streamed=experts.numel() <= MOST_STREAMED_PAIRS,
+        output=output,
+        add=add,
     )
 
 
@@ -182,8 +204,13 @@ def mix_with_tiles(
     tiles: ExpertTiles,
     *,
     streamed: bool,
-) -> torch.Tensor:
-    """Return ``mix_experts`` with the given options. ``streamed``: read the weights of each pair, without sorting."""
+    output: torch.Tensor,
+    add: bool,
+) -> None:
+    """Write ``mix_experts`` with the given options to ``output``, or add it to ``output``.
+
+    ``streamed``: read the weights of each pair, without sorting.
+    """
     pairs, count, (tokens, chosen) = routes.experts.numel(), weights.gate_up.shape[0], routes.experts.shape
     blocks = None if streamed else sort_pairs(routes.experts, weights.first, count, tiles.rows)
     if streamed:
@@ -193,13 +220,12 @@ def mix_with_tiles(
     inner, rows = x.new_empty(pairs, width), x.new_empty(pairs, hidden)
     _launch(grouping, x, weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, inner, activation)
     _launch(grouping, inner, weights.down, weights.down_scale, weights.down_bias, rows, None)
-    output, chosen_width = torch.empty_like(x), triton.next_power_of_2(chosen)
+    chosen_width = triton.next_power_of_2(chosen)
     block = min(_SUMMED // chosen_width, triton.next_power_of_2(hidden))
     _sum[(tokens, triton.cdiv(hidden, block))](
         rows, routes.experts, routes.weights, output, weights.first, EXPERTS=count, CHOSEN=chosen, SIZE=hidden,
-        CHOSEN_WIDTH=chosen_width, BLOCK=block, num_warps=4,
+        CHOSEN_WIDTH=chosen_width, BLOCK=block, ADD=add, num_warps=4,
     )  # fmt: skip
-    return output
 
 
 def _launch(

@@ -99,10 +99,10 @@ class Experts(nn.Module):
         features = self.features
         logits = F.linear(x, self.router, self.router_bias)
         routes = self.kernels.route(logits, features.router, features.chosen, self.correction, self.load)
-        result = self.kernels.mix(x, routes, self.weights, features.activation)
+        result = self.kernels.mix(x, routes, self.weights, features.activation, onto)
         if self.shared is not None:
             result += self._shared(self.shared, x)
-        return result if onto is None else onto.add_(result)
+        return result
 
     def _shared(self, shared: Mlp, x: torch.Tensor) -> torch.Tensor:
         """Return the result of the shared expert, of which this rank has a share."""
