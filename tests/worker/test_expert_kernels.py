@@ -84,7 +84,7 @@ def test_what_is_no_number_still_chooses_experts_that_exist():
 
 @pytest.mark.parametrize("rows", [16, 32])
 @pytest.mark.parametrize(
-    ("first", "count", "tokens"), [(0, 6, 40), (2, 3, 40), (4, 2, 1), (0, 6, 300), (5, 1, 300)], ids=str
+    ("first", "count", "tokens"), [(0, 6, 40), (2, 3, 40), (4, 2, 1), (0, 6, 300), (5, 1, 300), (1, 4, 2100)], ids=str
 )
 def test_pairs_are_in_blocks_of_their_expert(rows, first, count, tokens):
     from services.worker.layers.triton_routing import most_blocks, sort_pairs
@@ -206,11 +206,12 @@ def test_a_mixture_with_blocks_of_every_size():
 @pytest.mark.parametrize(("experts", "chosen"), [(128, 8), (8, 2), (4, 4), (1, 1)])
 @pytest.mark.parametrize("item", [1, 2, 4])
 def test_other_kernels_run_exactly_where_the_boot_expects_them(experts, chosen, item):
-    from services.worker.layers.expert_tiles import FEW_PAIRS, MOST_STREAMED_PAIRS, changes, choose_tiles
+    from services.worker.layers.expert_tiles import FEW_PAIRS, MANY_PAIRS, MOST_STREAMED_PAIRS, changes, choose_tiles
 
     def kernels(tokens: int) -> tuple:
         pairs = tokens * chosen
-        return choose_tiles(pairs, experts, item), pairs <= MOST_STREAMED_PAIRS, pairs <= FEW_PAIRS
+        limits = MOST_STREAMED_PAIRS, FEW_PAIRS, MANY_PAIRS
+        return choose_tiles(pairs, experts, item), *(pairs <= limit for limit in limits)
 
     found = [tokens for tokens in range(2, 3000) if kernels(tokens) != kernels(tokens - 1)]
     assert found == [tokens for tokens in changes(experts, chosen, item) if 1 < tokens < 3000]

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 # Products of at most this number of pairs read the weights for each pair, without sorting the pairs by expert.
 MOST_STREAMED_PAIRS = 16
-FEW_PAIRS = 512  # up to this number, pairs are sorted in one iteration
+# Up to these numbers, pairs are counted and sorted in one iteration of one kernel, by 4 or by 8 warps.
+FEW_PAIRS, MANY_PAIRS = 512, 4096
 
 
 class Tile(NamedTuple):
@@ -62,5 +63,5 @@ def changes(experts: int, chosen: int, item: int) -> list[int]:
 
     The boot runs steps on both sides of each, so that no kernel is compiled while requests are served.
     """
-    limits = {MOST_STREAMED_PAIRS, FEW_PAIRS, *(most * experts for most in _TABLES[item] if most < _MOST)}
+    limits = {MOST_STREAMED_PAIRS, FEW_PAIRS, MANY_PAIRS, *(most * experts for most in _TABLES[item] if most < _MOST)}
     return sorted({most // chosen + 1 for most in limits})

@@ -11,14 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from services.worker.layers.expert_tiles import FEW_PAIRS
+from services.worker.layers.expert_tiles import FEW_PAIRS, MANY_PAIRS
 from services.worker.layers.experts import LEAST_SUM
 from services.worker.layers.operators import operator
 
 _LOWEST: tl.constexpr = tl.constexpr(-(1 << 63))  # below all keys
 _MOST_EXPERTS_OF_A_WARP = 512
-_PAIRS = 4096  # pairs per iteration of the kernels that sort
-_WARPS = 8
+_FEWEST_BINS = 32  # of a histogram
 
 
 class Blocks(NamedTuple):
@@ -130,11 +129,19 @@ def _count(experts, counts, first, pairs, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "pairs"])
 def _place(experts, counts, sorted_pairs, block_experts, block_count, first, pairs, EXPERTS: tl.constexpr,
-           WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Write the pairs of an expert, in ascending order, and its blocks. Grid: ``(experts of this rank,)``."""
+           WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr):  # fmt: skip
+    """Write the pairs of an expert, in ascending order, and its blocks. Grid: ``(experts of this rank,)``.
+
+    ``COUNTED``: ``counts`` are known. Otherwise there are at most ``BLOCK`` pairs, and each program counts them.
+    """
     expert = tl.program_id(0)
     numbers, lanes = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
-    blocks = (tl.load(counts + numbers, numbers < EXPERTS, other=0) + ROWS - 1) // ROWS
+    if COUNTED:
+        per_expert = tl.load(counts + numbers, numbers < EXPERTS, other=0)
+    else:
+        chosen = tl.load(experts + lanes, lanes < pairs, other=-1) - first
+        per_expert = tl.histogram(chosen, WIDTH, mask=(lanes < pairs) & (chosen >= 0) & (chosen < EXPERTS))
+    blocks = (per_expert + ROWS - 1) // ROWS
     begin = tl.sum(tl.where(numbers < expert, blocks, 0), axis=0)
     end = begin + tl.sum(tl.where(numbers == expert, blocks, 0), axis=0)
     if expert == EXPERTS - 1:
@@ -194,12 +201,14 @@ def sort_pairs(experts: torch.Tensor, first: int, count: int, rows: int) -> Bloc
     """
     pairs = experts.numel()
     most = most_blocks(pairs, count, rows)
-    counts, found = experts.new_empty(count), Blocks(*(experts.new_empty(size) for size in (most * rows, most, 1)))
-    block, warps = (FEW_PAIRS, 4) if pairs <= FEW_PAIRS else (_PAIRS, _WARPS)
-    _count[(count,)](experts, counts, first, pairs, BLOCK=block, num_warps=warps)
+    counts, found = experts, Blocks(*(experts.new_empty(size) for size in (most * rows, most, 1)))
+    block, warps = (FEW_PAIRS, 4) if pairs <= FEW_PAIRS else (MANY_PAIRS, 8)
+    if pairs > MANY_PAIRS:
+        counts = experts.new_empty(count)
+        _count[(count,)](experts, counts, first, pairs, BLOCK=block, num_warps=warps)
     _place[(count,)](
-        experts, counts, *found, first, pairs, EXPERTS=count, WIDTH=triton.next_power_of_2(count), ROWS=rows,
-        BLOCK=block, num_warps=warps,
+        experts, counts, *found, first, pairs, EXPERTS=count, WIDTH=max(_FEWEST_BINS, triton.next_power_of_2(count)),
+        ROWS=rows, BLOCK=block, COUNTED=pairs > MANY_PAIRS, num_warps=warps,
     )  # fmt: skip
     return found
 
