@@ -15,6 +15,7 @@ _NAMES = [
         (r"BatchPrefill|PrefillWithKV|PrefillWithPaged|MergeStates?Kernel|VariableLengthMerge|_attend\b", _SPANS),
         (r"_attend", _SPANS),
         (r"^_?(batch_?)?decode|^_decode|^_merge|BatchDecode", "attention own"),
+        (r"^_(route|count|place|products|sum)$", "experts"),
         (r"summari[sz]e|^_?pick|look_up|find_lowest|add_bias|count_tokens|penalise|gumbel", "sampling"),
         (r"topk|bitonic|radix|softmax|cub::", "sampling"),
         (r"gather_inputs|_scatter\b|_advance\b|scatter", "rest"),

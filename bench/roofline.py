@@ -6,9 +6,10 @@ import torch
 
 from bench.step_sizes import StepSizes
 from services.worker.described.config import ModelConfig
+from services.worker.described.layer import ExpertsConfig
 
 PARTS = (
-    "layer products", "vocabulary head", "attention own", "attention prefix", "attention chunks", "store",
+    "layer products", "experts", "vocabulary head", "attention own", "attention prefix", "attention chunks", "store",
     "norms", "activation", "sampling", "copies", "rest",
 )  # fmt: skip
 _BF16 = 2  # bytes
@@ -67,10 +68,11 @@ def _seconds(run) -> float:
 def least_ms(sizes: StepSizes, model: ModelConfig, rates: Rates, *, fp8: bool) -> dict[str, float]:
     """Return milliseconds by part. Each operator is assumed to read and write its values once, in bf16.
 
-    The last layer is counted for all tokens, although only sampled tokens continue after its attention.
+    The last layer is counted for all tokens, although only sampled tokens continue after its attention. Experts are
+    assumed to be chosen with equal probabilities; with others, steps of few tokens read fewer weights.
     """
     tokens, samples, layers = sizes.tokens, sizes.samples, len(model.layers)
-    hidden, wide = model.hidden_size, model.intermediate_size
+    hidden, wide, dense = model.hidden_size, model.intermediate_size, layers - len(model.experts)
     queries, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
     weight_bytes, rate = (1, rates.fp8 or rates.bf16) if fp8 else (_BF16, rates.bf16)
     cached = kv * _BF16 * layers  # bytes of a token in the cache
@@ -90,18 +92,25 @@ def least_ms(sizes: StepSizes, model: ModelConfig, rates: Rates, *, fp8: bool) -
         work = 4 * pairs * queries * layers / rates.bf16
         return max(work, (context * cached + 2 * rows * queries * _BF16 * layers) / rates.copy)
 
+    def mixture(experts: ExpertsConfig) -> float:
+        size = 3 * hidden * experts.width
+        read = experts.count * (1 - (1 - experts.chosen / experts.count) ** tokens)
+        return max(2 * tokens * experts.chosen * size / rate, read * size * weight_bytes / rates.copy)
+
     singles = tokens - sizes.chunk_tokens
     in_groups = singles if sizes.prefix_pairs else 0
     seconds = {
-        "layer products": layers
-        * product(tokens, (hidden, queries + kv), (queries, hidden), (hidden, 2 * wide), (wide, hidden)),
+        "layer products": layers * product(tokens, (hidden, queries + kv), (queries, hidden))
+        + dense * product(tokens, (hidden, 2 * wide), (wide, hidden))
+        + sum(product(tokens, (hidden, 3 * each.shared_width)) for each in model.experts),
+        "experts": sum(map(mixture, model.experts)),
         "vocabulary head": product(samples, (hidden, model.vocab_size)),
         "attention own": attention(sizes.own_context, sizes.own_context, singles),
         "attention prefix": attention(sizes.prefix_pairs, sizes.prefix_tokens, in_groups),
         "attention chunks": attention(sizes.chunk_pairs, sizes.chunk_context, sizes.chunk_tokens),
         "store": 2 * tokens * (queries + kv) * _BF16 * layers / rates.copy,
         "norms": 2 * tokens * hidden * _BF16 * (2 * layers + 1) / rates.copy,
-        "activation": 3 * tokens * wide * _BF16 * layers / rates.copy,
+        "activation": 3 * tokens * wide * _BF16 * dense / rates.copy,
         "sampling": samples * model.vocab_size * _BF16 / rates.copy,
         "copies": 0.0,
         "rest": 0.0,

@@ -90,6 +90,8 @@ def test_kernels_are_told_apart_by_name_and_place():
     }  # fmt: skip
     ungrouped = tabulate([(name, 1.0) for name in ["_rotate_and_store", layer[2], "_decode"]], grouped=False)
     assert ungrouped.parts["attention chunks"] == 1
+    mixture = tabulate([(name, 1.0) for name in ["_route", "_place", "_products", "_products", "_sum"]], grouped=False)
+    assert mixture.parts == {"experts": 5}
 
 
 def test_the_least_time_is_that_of_arithmetic_or_of_bytes():
@@ -99,6 +101,11 @@ def test_the_least_time_is_that_of_arithmetic_or_of_bytes():
     assert set(found) == set(PARTS)
     assert found["vocabulary head"] == pytest.approx(2 * 4 * model.hidden_size * model.vocab_size / 1e6 * 1000)
     assert least_ms(sizes, model, slow, fp8=True)["vocabulary head"] == pytest.approx(found["vocabulary head"] / 2)
+    experts = small_config(mlp=ExpertsConfig(count=8, chosen=2, width=48))
+    of_experts = least_ms(sizes, experts, slow, fp8=False)["experts"]
+    assert of_experts == pytest.approx(3 * 2 * 4 * 2 * 3 * 64 * 48 / 1e6 * 1000)  # three layers
+    read = least_ms(sizes, experts, Rates(1e30, None, 1e6), fp8=False)["experts"]
+    assert read == pytest.approx(3 * 8 * (1 - 0.75**4) * 3 * 64 * 48 * 2 / 1e6 * 1000)
     memory = least_ms(sizes, model, Rates(1e30, None, 1e6), fp8=False)
     assert memory["sampling"] == pytest.approx(4 * model.vocab_size * 2 / 1e6 * 1000)
     assert memory["attention own"] > 40 * 2 * model.kv_heads * model.head_dim * 2 * len(model.layers) / 1e6 * 1000

@@ -1,9 +1,11 @@
 """The kernels for mixtures of experts on CUDA, against plain torch."""
 
+from typing import get_args
+
 import pytest
 import torch
 
-from services.worker.described.layer import RouterConfig
+from services.worker.described.layer import Activation, RouterConfig
 from services.worker.layers import experts as plain
 from services.worker.layers.activations import gated
 from services.worker.layers.experts import ExpertWeights, Routes
@@ -23,7 +25,7 @@ ROUTERS = {
 }
 # The interpreter multiplies no numbers of bfloat16.
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
-ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped_swiglu"]
+ACTIVATIONS = get_args(Activation)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
