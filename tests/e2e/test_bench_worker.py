@@ -14,6 +14,7 @@ from bench.roofline import PARTS, Rates, least_ms
 from bench.step_sizes import SizeTracker, StepSizes
 from services.common.plan.codec import encode_plan
 from services.common.plan.types import NO_GROUPS, WorkerLimits
+from services.worker.described.layer import ExpertsConfig
 from tests.fakes.model import FakeModel, FakeShape
 from tests.worker.small_models import small_config
 from tokasaurus.worker.v1 import record_pb2
