@@ -15,7 +15,8 @@ from services.worker.described.config import ModelConfig
 from services.worker.described.foreign import choose_implementation
 from services.worker.described.heads import laid_out
 from services.worker.described.layer import SupportedValues, undeclared
-from services.worker.described.ranks import Ranks
+from services.worker.described.memory import BFLOAT16, page_bytes, weight_bytes
+from services.worker.described.ranks import ALONE, Ranks
 from services.worker.described.refusals import refuse_unquantizable_sizes, refuse_unsupported_cuda_sizes
 from services.worker.described.registry import ARCHITECTURES
 from services.worker.described.shares import local_config, refuse_unshareable
@@ -39,9 +40,9 @@ of_foreign = pytest.mark.parametrize("architecture", FOREIGN)
 of_architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
-def read_table(heading: str) -> Table:
+def read_table(heading: str, page: str = "models.md") -> Table:
     """Return the rows of the table under ``heading`` by their first cells, each with its cells by column."""
-    section = prose(ROOT / "docs" / "models.md").partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    section = prose(ROOT / "docs" / page).partition(f"## {heading}\n")[2].partition("\n## ")[0]
     head, _, *rows = (
         [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
         for line in section.splitlines()
@@ -51,6 +52,7 @@ def read_table(heading: str) -> Table:
 
 
 TABLE = read_table("Which architectures?")
+MEMORY_TABLE = read_table("How do I serve a mixture of experts?", "gpus.md")
 FOREIGN_TABLE = read_table("Which other architectures run through transformers?")
 
 
@@ -168,6 +170,18 @@ def test_ranks_have_whole_experts_of_the_example(architecture):
 def test_the_example_can_be_quantized(architecture):
     """``tests/worker/test_quantization.py`` runs a checkpoint of each architecture in fp8."""
     assert TABLE[architecture]["quantization=fp8"] == listed(quantizable(PUBLISHED[architecture][1]))
+
+
+def test_mixtures_of_experts_take_the_memory_that_is_shown():
+    found = {}
+    for name, model in PUBLISHED.values():
+        if model.experts:
+            laid, layers = laid_out(model, "cuda"), range(len(model.layers))
+            plain, quantized = (weight_bytes(laid, ALONE, layers, BFLOAT16, each) for each in ("none", "fp8"))
+            token = page_bytes(laid, PAGE_SIZE, BFLOAT16) // PAGE_SIZE
+            found[name] = (f"{plain / 2**30:.1f} GiB", f"{quantized / 2**30:.1f} GiB", f"{token // 2**10} KiB")
+    columns = ("weights in bf16", "quantization=fp8", "a token of the cache")
+    assert {name: tuple(row[column] for column in columns) for name, row in MEMORY_TABLE.items()} == found
 
 
 @cache
