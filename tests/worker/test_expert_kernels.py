@@ -285,6 +285,23 @@ def test_a_mixture_in_fp8(tokens, biases):
     assert (found - expected).norm() / expected.norm() < 0.02
 
 
+def test_compilers_are_told_the_shapes_of_results():
+    """The operators on tensors of ``meta``, which torch.compile relies on."""
+    from services.worker.layers import triton_experts, triton_routing  # noqa: F401 (registers the operators)
+
+    meta, case = torch.device("meta"), Case(5, dtype=torch.bfloat16, biases=True)
+    logits, load = torch.empty(5, 6, device=meta, dtype=torch.bfloat16), torch.empty(6, device=meta, dtype=torch.int64)
+    found = torch.ops.tokasaurus.route(logits, None, load, "softmax", True, 1, 1, 1.0, 2)
+    for each, expected in zip(found, case.routes, strict=True):
+        assert (each.shape, each.dtype) == (expected.shape, expected.dtype)
+    x, *arguments = (
+        each.to(meta) if torch.is_tensor(each) else each for each in (case.x, *case.routes, *case.weights, "silu")
+    )
+    mixed = torch.ops.tokasaurus.mix_experts(x, *arguments)
+    assert (mixed.shape, mixed.dtype, mixed.is_meta) == (case.x.shape, case.x.dtype, True)
+    assert torch.ops.tokasaurus.add_experts(x, x, *arguments) is None
+
+
 needs_gpu = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 WORST = torch.tensor([[3, 0]])  # all tokens to the same two experts
 

@@ -1,6 +1,7 @@
 """Kernels are compiled for kinds of arguments. Those of random plans must all be among those of the rehearsal."""
 
 import inspect
+import itertools
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from services.common.config import ChosenWorkerConfig
 from services.worker.boot import rehearsal
 from services.worker.boot.common import make_cache, make_limits
 from services.worker.described.registry import read_model_config
-from services.worker.layers.kernels import TorchKernels
+from services.worker.layers.expert_tiles import changes
+from services.worker.layers.experts import Routes
+from services.worker.layers.kernels import LayerKernels, TorchKernels
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.weights import load_dummy
 from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
@@ -71,16 +74,52 @@ def launched(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize(("graphs", "pieces"), [(0, 0), (LARGEST_GRAPH, 0), (LARGEST_GRAPH, 1024)])
-def test_random_plans_launch_no_kernel_that_the_rehearsal_did_not(launched, graphs, pieces, dtype):
+def make_kernels() -> LayerKernels:
+    """The operators of CUDA for experts, which are registered for this device alone."""
+    from services.worker.layers import triton_experts, triton_routing
+
+    class ExpertKernels(TorchKernels):
+        def route(self, logits, router, chosen, correction, load=None):
+            rules = router.scores, router.normalized, router.groups, router.chosen_groups, router.scale
+            return Routes(*triton_routing.route(logits, correction, load, *rules, chosen))
+
+        def mix(self, x, routes, weights, activation, onto=None):
+            return triton_experts.mix_experts(x, *routes, *weights, activation)
+
+    return ExpertKernels()
+
+
+EXPERTS = CONFIG | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("graphs", "pieces", "described", "dtype"),
+    [
+        (0, 0, CONFIG, torch.float32),
+        (LARGEST_GRAPH, 0, CONFIG, torch.float32),
+        (LARGEST_GRAPH, 1024, CONFIG, torch.float32),
+        pytest.param(0, 0, CONFIG, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(LARGEST_GRAPH, 1024, CONFIG, torch.bfloat16, marks=pytest.mark.slow),
+        (0, 0, EXPERTS, torch.bfloat16),
+        (LARGEST_GRAPH, 1024, EXPERTS, torch.bfloat16),
+        pytest.param(0, 0, EXPERTS, torch.float32, marks=pytest.mark.slow),
+    ],
+    ids=["eager", "graphs", "pieces", "bf16", "pieces-bf16", "experts", "experts-pieces", "experts-float32"],
+)
+def test_random_plans_launch_no_kernel_that_the_rehearsal_did_not(launched, graphs, pieces, described, dtype):
     from services.worker.attention.cuda import CudaAttention
     from services.worker.runner.cuda.runner import CudaRunner
     from services.worker.runner.cuda.state import DeviceState
     from services.worker.sampling.fused import FusedSampler
 
-    config = read_model_config(CONFIG | {"max_position_embeddings": CONTEXT})
-    model = DecoderModel(config, dtype, DEVICE, TorchKernels())
+    config = read_model_config(described | {"max_position_embeddings": CONTEXT})
+    model = DecoderModel(config, dtype, DEVICE, make_kernels())
     load_dummy(model, seed=1)
     cache = make_cache(FLAGS, model, FLAGS.page_count)
     limits = make_limits(FLAGS, model, FLAGS.page_count, hydragen=True)
@@ -89,18 +128,23 @@ def test_random_plans_launch_no_kernel_that_the_rehearsal_did_not(launched, grap
     sampler = FusedSampler(model.project, 96, DEVICE, cache.tokens, state.page_table)
     runner = CudaRunner(model, cache, attention, sampler, state, limits)
     # As boot_cuda does.
-    for plans in rehearsal.every_kind(limits):
+    of_experts = (changes(len(each.local), each.chosen, dtype.itemsize) for each in model.local.experts)
+    around = (rehearsal.around(limits, tokens, 8) for tokens in set(itertools.chain(*of_experts)))
+    for plans in itertools.chain(rehearsal.every_kind(limits), *around):
         runner.reset()
         for plan in plans:
             runner.run(plan)
     if graphs:
-        runner.capture(graphs, pieces=pieces)
+        runner.capture(graphs, pieces=pieces, pads=not model.local.experts)
     for plans in rehearsal.largest(limits):
         runner.reset()
         for plan in plans:
             runner.run(plan)
     runner.reset()
     rehearsed = set(launched)
+    assert {"_route", "_count", "_place", "_products", "_sum"} <= {
+        name for name, *_ in launched
+    } or not model.local.experts
     random = RandomPlans(limits, seed=1)
     for _ in range(BATCHES):
         plan, _ = random.next()
