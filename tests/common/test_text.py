@@ -7,8 +7,10 @@ import sys
 
 import pytest
 import sentencepiece
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 from services.common.errors import InvalidRequest
@@ -32,12 +34,43 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["bytes", "sentencepiece", "builtin"])
+# How tokenizers of other families split texts: o200k of gpt-oss, and digits one by one as Granite and SmolLM have them.
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {
+    "o200k": pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(O200K), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    ),
+    "digits": pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=["bytes", "sentencepiece", "builtin", "gemma", *SPLITS])
 def directory(request, tmp_path_factory):
     if request.param == "builtin":
         return BUILTIN
     target = tmp_path_factory.mktemp("model")
-    return make_checkpoint(target, "llama", tokenizer=request.param)
+    if request.param in ("bytes", "sentencepiece"):
+        return make_checkpoint(target, "llama", tokenizer=request.param)
+    write_tokenizer(target, "sentencepiece" if request.param == "gemma" else "bytes")
+    (target / "config.json").write_text(json.dumps({"model_type": "gemma2" if request.param == "gemma" else "granite"}))
+    path = str(target / "tokenizer.json")
+    changed = tokenizers.Tokenizer.from_file(path)
+    if request.param == "gemma":  # a text has no space before it, and spaces between words end a piece
+        changed.normalizer = normalizers.Replace(" ", "▁")
+        changed.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+        changed.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    else:
+        changed.pre_tokenizer = SPLITS[request.param]
+    changed.save(path)
+    return target
 
 
 @pytest.fixture(scope="module")
