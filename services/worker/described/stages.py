@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from services.common.errors import InvalidRequest
+from services.worker.described.checkpoint import active_parameters
 from services.worker.described.config import ModelConfig
 
 
@@ -29,9 +30,9 @@ def layers_of(config: ModelConfig, stages: int, counts: Sequence[int] = ()) -> l
 
 
 def head_cost(config: ModelConfig) -> float:
-    """Return the cost of the vocabulary head in units of one layer, by the size of their matrices."""
-    attention = 2 * (config.heads + config.kv_heads) * config.head_dim
-    return config.vocab_size / (attention + 3 * config.intermediate_size)
+    """Return the cost of the vocabulary head in units of a mean layer, by the parameters that compute a token."""
+    layers = sum(active_parameters(config, layer) for layer in config.layers) / len(config.layers)
+    return config.vocab_size * config.hidden_size / layers
 
 
 def balanced(layers: int, stages: int, head: float) -> list[int]:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
+from services.worker.described.layer import ExpertsConfig
 from services.worker.described.load_targets import SliceTarget, slice_targets
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import (
@@ -169,6 +170,14 @@ def test_the_head_counts_as_so_many_layers():
     assert head_cost(config) == pytest.approx(9.1, abs=0.1)
     assert [len(stage) for stage in layers_of(config, 2)] == [17, 7]
     assert [len(stage) for stage in layers_of(config, 4)] == [7, 8, 8, 1]
+
+
+def test_a_layer_of_experts_costs_those_that_a_token_passes():
+    """The sizes are those of gpt-oss-20b."""
+    sizes = {"vocab_size": 201088, "hidden_size": 2880, "layers": 24, "heads": 64, "kv_heads": 8, "head_dim": 64}
+    config = small_config(mlp=ExpertsConfig(count=32, chosen=4, width=2880), **sizes)
+    assert head_cost(config) == pytest.approx(201088 / (2 * 72 * 64 + 4 * 3 * 2880), rel=0.01)
+    assert [len(stage) for stage in layers_of(config, 2)] == [14, 10]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
