@@ -56,6 +56,18 @@ def test_fast_and_plain_attention_agree_on_windows(rows, window, page_size):
     compare_fast_and_plain(rows, 4, 2, 16, page_size, [LayerAttention(0.25), LayerAttention(0.3, window)])
 
 
+def test_weights_of_fast_attention_are_exact_to_the_last_bits():
+    """Rows that attend to two tokens, so that errors of the weights do not cancel."""
+    batch, head_dim = batch_of([(2, 1)] * 500, 16), 16
+    cache = filled_cache(batch.page_table.size, 16, 1, head_dim)
+    queries, keys, values = torch.randn(3, 500, 1, head_dim, generator=torch.Generator().manual_seed(1))
+    found = FastCpuAttention(cache, 1).step(batch, lambda: None).run(0, queries, keys, values)
+    pages = torch.from_numpy(batch.page_table[:, 0].astype(np.int64))
+    both_keys, both_values = (stored[0][pages, 0, :2].double() for stored in (cache.keys, cache.values))
+    weights = (queries.double() @ both_keys.transpose(1, 2) * head_dim**-0.5).softmax(-1)
+    torch.testing.assert_close(found.double(), (weights @ both_values)[:, 0], rtol=0, atol=1.5e-6)
+
+
 def compare_fast_and_plain(rows, heads, kv_heads, head_dim, page_size, layers=()) -> None:
     batch = batch_of(rows, page_size)
     tokens = len(batch.positions)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from services.worker.layers.factory import make_kernels
 from services.worker.layers.fast_cpu import FastCpuKernels
@@ -34,6 +35,12 @@ def test_norms_over_heads_agree(tokens, count):
 def test_gates_agree(scale):
     gate_up = random(5, 2 * 70) * scale
     torch.testing.assert_close(FAST.gate(gate_up), PLAIN.gate(gate_up), rtol=1e-5, atol=1e-6 * scale)
+
+
+def test_gates_are_exact_to_the_last_bits():
+    gates = torch.linspace(-20, 20, 4001)
+    found = FAST.gate(torch.cat((gates, torch.ones_like(gates)))[None])[0]
+    torch.testing.assert_close(found.double(), F.silu(gates.double()), rtol=1.5e-6, atol=0)
 
 
 def test_rotations_agree():

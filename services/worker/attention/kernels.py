@@ -62,10 +62,10 @@ def _make_store(head_dim: int, page_size: int) -> Callable[..., None]:
 
 
 def _make_attend(head_dim: int, group: int, page_size: int) -> Callable[..., None]:
-    # 2**f on [0, 1), relative error below 2e-7.
-    c1, c2, c3 = np.float32(0.693147182), np.float32(0.240226462), np.float32(0.0555032887)
-    c4, c5, c6 = np.float32(0.00961817033), np.float32(0.00133336), np.float32(0.000154697)
-    one, lowest, log2_e = np.float32(1), np.float32(-120), np.float32(_LOG2_E)
+    # 2**f on [-0.5, 0.5], relative error below 1e-7.
+    c1, c2, c3 = np.float32(0.693147182), np.float32(0.240226477), np.float32(0.0555032901)
+    c4, c5, c6 = np.float32(0.00961837359), np.float32(0.00133998482), np.float32(0.000153707049)
+    one, half, lowest, log2_e = np.float32(1), np.float32(0.5), np.float32(-120), np.float32(_LOG2_E)
 
     def attend(queries, key_pages, value_pages, tokens, slots, firsts, lengths, page_table, scale, scores, output):
         """Write ``output[tokens[i]]``, which attends to tokens ``firsts[i]`` to ``lengths[i] - 1`` of ``slots[i]``.
@@ -106,9 +106,9 @@ def _make_attend(head_dim: int, group: int, page_size: int) -> Callable[..., Non
                     for t in range(first, length):
                         largest = max(largest, scores[g, t])
                     for t in range(first, length):
-                        # 2**x = 2**floor(x), from the exponent bits, times 2**f, from a polynomial.
+                        # 2**x = 2**round(x), from the exponent bits, times 2**f, from a polynomial.
                         x = max(scores[g, t] - largest, lowest)
-                        whole = np.floor(x)
+                        whole = np.floor(x + half)
                         f = x - whole
                         power = ((((((c6 * f) + c5) * f + c4) * f + c3) * f + c2) * f + c1) * f + one
                         bits[group + g, t] = (np.int32(whole) + np.int32(127)) << np.int32(23)

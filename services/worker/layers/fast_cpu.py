@@ -48,17 +48,17 @@ def _gate(gate_up, output):
     fractions = np.empty(size, np.float32)
     for row in range(output.shape[0]):
         for i in range(size):
-            # exp(-gate) = 2**x = 2**floor(x), from the exponent bits, times 2**f, from a polynomial.
+            # exp(-gate) = 2**x = 2**round(x), from the exponent bits, times 2**f, from a polynomial.
             x = min(max(gate_up[row, i] * np.float32(-1.442695041), np.float32(-126)), np.float32(126))
-            whole = np.floor(x)
+            whole = np.floor(x + np.float32(0.5))
             fractions[i] = x - whole
             bits[i] = (np.int32(whole) + np.int32(127)) << np.int32(23)
         for i in range(size):
             f = fractions[i]
-            power = np.float32(0.000154697) * f + np.float32(0.00133336)
-            power = power * f + np.float32(0.00961817033)
-            power = power * f + np.float32(0.0555032887)
-            power = power * f + np.float32(0.240226462)
+            power = np.float32(0.000153707049) * f + np.float32(0.00133998482)
+            power = power * f + np.float32(0.00961837359)
+            power = power * f + np.float32(0.0555032901)
+            power = power * f + np.float32(0.240226477)
             power = power * f + np.float32(0.693147182)
             power = power * f + np.float32(1)
             output[row, i] = gate_up[row, i] / (np.float32(1) + powers[i] * power) * gate_up[row, size + i]
