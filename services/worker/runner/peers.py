@@ -45,7 +45,7 @@ class Peers:
         self._owed: OwedTokens | None = None
         ranks = ALONE if group is None else group.ranks
         self.alone, self.first, self.last, self.reports = group is None, ranks.first, ranks.last, ranks.reports
-        self.name = ranks.name()
+        self.name, self.tp_size = ranks.name(), ranks.tp_size
         self.grain = math.lcm(GRAIN, ranks.tp_size)  # on CUDA, token counts are multiples of it
 
     def receive_into(self, last_tokens: torch.Tensor) -> None:

@@ -66,6 +66,7 @@ def run_as_rank(
     fewest_sharded: int,
     times: int = 1,
     pieces: int = 0,
+    pads: bool = True,
 ) -> list[StepOutput]:
     """A job: the outputs of ``plans``, with ``ahead`` of them in flight, and graphs of up to ``graphs`` rows, and of
     what is between attentions of up to ``pieces`` tokens; those of the last of so many ``times``, since nothing may be
@@ -83,7 +84,8 @@ def run_as_rank(
         # Quick in the interpreter: small tiles, and few graphs.
         patch.setattr(triton_spans, "span_options", lambda *_: triton_spans.SpanOptions(16, 32, 4, 1))
         patch.setattr(of_graphs, "_FEWEST_GROUPED", 8)
-        patch.setattr(of_graphs, "sizes_up_to", lambda largest, smallest: [largest])
+        if pads:
+            patch.setattr(of_graphs, "sizes_up_to", lambda largest, smallest: [largest])
         group = RankGroup(ranks, "127.0.0.1", port, CPU, {})
         model = make_model(ranks)
         cache = make_cache(FLAGS, model, FLAGS.page_count)
@@ -101,7 +103,7 @@ def run_as_rank(
         runner = CudaRunner(model, cache, attention, sampler, state, limits, peers, grammars)
         try:
             if graphs:
-                runner.capture(graphs, pieces=pieces)
+                runner.capture(graphs, pieces=pieces, pads=pads)
             outputs = []
             for _ in range(times):
                 runner.reset()

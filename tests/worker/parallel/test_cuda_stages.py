@@ -15,20 +15,21 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("tp_size", "pp_size", "graphs", "pieces", "ahead", "fewest_sharded", "times"),
+    ("tp_size", "pp_size", "graphs", "pieces", "ahead", "fewest_sharded", "times", "pads"),
     [
-        (2, 1, 8, 16, 3, 8, 2),
-        pytest.param(2, 1, 0, 0, 1, 9, 1, marks=pytest.mark.slow),
-        pytest.param(1, 2, 0, 0, 2, 9, 1, marks=pytest.mark.slow),
-        pytest.param(1, 2, 8, 16, 4, 9, 2, marks=pytest.mark.slow),
-        pytest.param(2, 2, 8, 16, 3, 9, 1, marks=pytest.mark.slow),
+        (2, 1, 8, 16, 3, 8, 2, True),
+        pytest.param(2, 1, 0, 0, 1, 9, 1, True, marks=pytest.mark.slow),
+        pytest.param(1, 2, 0, 0, 2, 9, 1, True, marks=pytest.mark.slow),
+        pytest.param(1, 2, 8, 16, 4, 9, 2, True, marks=pytest.mark.slow),
+        pytest.param(2, 2, 8, 16, 3, 9, 1, True, marks=pytest.mark.slow),
+        pytest.param(2, 2, 8, 16, 3, 4, 1, False, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_give_what_one_cpu_gives(tp_size, pp_size, graphs, pieces, ahead, fewest_sharded, times, pool):
+def test_ranks_give_what_one_cpu_gives(tp_size, pp_size, graphs, pieces, ahead, fewest_sharded, times, pads, pool):
     """With few tokens reduced and many sharded, some steps in flight, and some of them through graphs, whole or
     between attentions."""
     plans = history()
-    flags = graphs, ahead, fewest_sharded, times, pieces
+    flags = graphs, ahead, fewest_sharded, times, pieces, pads
     everyone = pool.run(run_as_rank, tp_size, pp_size, free_port(), plans, *flags)
     reporting = everyone.pop((pp_size - 1) * tp_size)
     assert all(not len(output.sampled.slots) and not output.scored for others in everyone for output in others)

@@ -175,10 +175,9 @@ class DecodeGraphs:
         """
         self._skinny, self._peers = skinny, peers
         self._forward, self._cache, self._attention, self._state = forward, cache, attention, state
-        pads = skinny is None and (pads or not peers.alone)
-        sizes = sizes_up_to(largest, smallest=8 if pads else 1)
-        if pads:
-            sizes = sorted({padded(size, peers.grain) for size in sizes})
+        sizes = sizes_up_to(largest, smallest=8 if skinny is None and pads else 1)
+        if skinny is None:
+            sizes = sorted({padded(size, peers.grain if pads else peers.tp_size) for size in sizes})
         self._sizes = sizes
         buffer = peers.input_buffer(sizes[-1], state.page_table.device)
         self._stages = attention.context_stages()

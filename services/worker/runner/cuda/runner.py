@@ -87,7 +87,7 @@ class CudaRunner:
     ) -> None:
         """Capture decode steps of up to ``largest`` rows, and piecewise graphs for steps of up to ``pieces`` tokens.
 
-        ``skinny``: a faster decoder for few rows. ``pads``: the smallest graphs of one rank are padded to ``grain``.
+        ``skinny``: a faster decoder for few rows. ``pads``: the smallest graphs are padded to ``grain``.
         """
         if pieces:
             self._pieces = StepPieces(self._forward, self._attention, self._peers, pieces, self._device)
