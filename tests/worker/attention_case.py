@@ -181,6 +181,15 @@ class Case:
             assert torch.equal(found[rest], rounded[rest])
 
 
+def without_pages_left_behind(case: Case, window: int) -> Case:
+    """Put infinities on the pages before the window of each row's first token, as on pages of other sequences."""
+    rows = case.plain
+    for slot, start in zip(rows.row_slots, rows.row_starts, strict=True):
+        end = max(0, int(rows.positions[start]) + 1 - window) // case.page
+        case.noise[:, :, torch.from_numpy(rows.page_table[slot, :end].astype(np.int64))] = torch.inf
+    return case
+
+
 def stores(cache: KvCache) -> tuple[torch.Tensor, torch.Tensor]:
     return cache.all_keys, cache.all_values
 

@@ -5,6 +5,7 @@ import torch
 
 from services.worker.attention.base import LayerAttention
 from services.worker.layers.fp8 import FP8
+from tests.worker.attention_case import without_pages_left_behind
 from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
 from tests.worker.test_attention_kernels import MANY, Case, bf16_dots, decode_with
 
@@ -60,6 +61,21 @@ def test_scores_far_apart_do_not_overflow():
     case = Case([40, 40], [(90, 50)], window=20)
     case.noise[:, 0] *= 1000
     case.check()
+
+
+@pytest.mark.parametrize("window", [1, 5, 17, 32, 40, 70])
+@pytest.mark.parametrize("page", [1, 4, 16])
+def test_pages_left_behind_are_not_read(window, page):
+    chunks = [(17, 2), (70, 37), (33, 33), (130, 15), (100, 2), (90, 90), (161, 1)]
+    without_pages_left_behind(Case([1, 33, 70, 130], chunks, page=page, window=window), window).check()
+    without_pages_left_behind(Case([130, 33, 161], page=page, window=window), window).check(splits=3)
+
+
+@pytest.mark.parametrize("page", [4, 16])
+def test_large_tiles_do_not_read_pages_left_behind(monkeypatch, page):
+    decode_with(monkeypatch, *MANY)
+    case = Case(CONTEXTS, [(300, 40)], page=page, window=21, dtype=torch.float16)
+    without_pages_left_behind(case, 21).check()
 
 
 def test_flashinfer_is_not_asked_for_chunks_with_windows(monkeypatch):

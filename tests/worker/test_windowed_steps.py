@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.common.plan.verdict import BrokenPlan
 from tests.worker.interpreter import needs_triton
 from tests.worker.no_streams import device_without_streams
 from tests.worker.test_cuda_steps import CONFIG, PROMPTS, cuda, grouped_tokens, plain, prepare_groups
@@ -37,6 +38,11 @@ def test_the_same_tokens_as_on_the_cpu(plain, cuda):
 
 
 @pytest.mark.parametrize(("largest", "pieces"), [(0, 0), (20, 32)])
-def test_groups_change_nothing(plain, cuda, largest, pieces, monkeypatch):
+def test_groups_change_nothing_and_are_refused_if_every_layer_has_a_window(plain, cuda, largest, pieces, monkeypatch):
     prepare_groups(monkeypatch)
-    assert grouped_tokens(cuda(largest, pieces=pieces), grouped=True) == grouped_tokens(plain, grouped=False)
+    driver = cuda(largest, pieces=pieces)
+    if driver.runner.limits.window_tokens:
+        with pytest.raises(BrokenPlan, match=r"WorkerInfo\.hydragen is false"):
+            grouped_tokens(driver, grouped=True)
+    else:
+        assert grouped_tokens(driver, grouped=True) == grouped_tokens(plain, grouped=False)

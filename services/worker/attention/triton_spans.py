@@ -37,19 +37,22 @@ def span_options(head_dim: int, dtype: torch.dtype) -> SpanOptions:
 
 @triton.jit
 def _accumulate(
-    sums, peak, total, query, keys, values, table, head_offset, dims, firsts, bounds, begin, end, scale,
+    sums, peak, total, query, keys, values, table, head_offset, dims, oldest, firsts, bounds, begin, end, scale,
     PAGE_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
     WINDOWED: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Return the state of the softmax after keys ``begin`` to ``end - 1``.
 
     Without ``MASKED``, all rows attend to all of these keys, which fill whole tiles. With ``MASKED``, a row attends to
-    keys before its bound, and with ``WINDOWED`` only to keys from its first on.
+    keys before its bound, and with ``WINDOWED`` only to keys from its first on. Keys before ``oldest``, the least of
+    these, are not read: their pages may be those of other sequences.
     """
     for start in range(begin, end, KEYS):
         tokens = start + tl.arange(0, KEYS)
         if MASKED:
             inside = tokens < end
+            if WINDOWED:
+                inside = inside & (tokens >= oldest)
             pages = tl.load(table + tokens // PAGE, inside, other=0).to(tl.int64)
         else:
             pages = tl.load(table + tokens // PAGE).to(tl.int64)
@@ -132,23 +135,25 @@ def _attend(
     head_offset = head * (PAGE * HEAD_DIM)
     bounds = bound + token if CAUSAL else bound + token * 0
     firsts = bounds
+    oldest = 0
     begin = 0
     whole = bound // KEYS * KEYS
     if WINDOWED:
         # Keys between the first key of the first token and that of the last token are outside of some rows' windows.
         firsts = tl.maximum(bounds - window, 0)
-        start = tl.maximum(bound - window, 0) // KEYS * KEYS
+        oldest = tl.maximum(bound - window, 0)
+        start = oldest // KEYS * KEYS
         begin = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS, whole)
         sums, peak, total = _accumulate(
-            sums, peak, total, query, keys, values, table, head_offset, dims, firsts, bounds, start, begin, scale,
-            PAGE_STRIDE, HEAD_DIM, PAGE, KEYS, True, True, SOFT_CAP,
+            sums, peak, total, query, keys, values, table, head_offset, dims, oldest, firsts, bounds, start, begin,
+            scale, PAGE_STRIDE, HEAD_DIM, PAGE, KEYS, True, True, SOFT_CAP,
         )  # fmt: skip
     sums, peak, total = _accumulate(
-        sums, peak, total, query, keys, values, table, head_offset, dims, firsts, bounds, begin, whole, scale,
+        sums, peak, total, query, keys, values, table, head_offset, dims, oldest, firsts, bounds, begin, whole, scale,
         PAGE_STRIDE, HEAD_DIM, PAGE, KEYS, False, WINDOWED, SOFT_CAP,
     )  # fmt: skip
     sums, peak, total = _accumulate(
-        sums, peak, total, query, keys, values, table, head_offset, dims, firsts, bounds, whole, end, scale,
+        sums, peak, total, query, keys, values, table, head_offset, dims, oldest, firsts, bounds, whole, end, scale,
         PAGE_STRIDE, HEAD_DIM, PAGE, KEYS, True, WINDOWED, SOFT_CAP,
     )  # fmt: skip
     if SINKS:

@@ -197,8 +197,14 @@ def _load_grammars(config: WorkerConfig, card: model_files.ModelCard, group: Ran
     return SlotGrammars(found, card.vocab_size, reports=reports) if found is not None and supported else None
 
 
-def make_limits(config: ChosenWorkerConfig, model: RankModel, page_count: int, **more: Any) -> WorkerLimits:
-    """Return the limits of plans for a cache of ``page_count`` pages. ``more`` sets further fields of ``Limits``."""
+def make_limits(
+    config: ChosenWorkerConfig, model: RankModel, page_count: int, *, hydragen: bool = False, **more: Any
+) -> WorkerLimits:
+    """Return the limits of plans for a cache of ``page_count`` pages. ``more`` sets further fields of ``Limits``.
+
+    ``hydragen`` is true if the attention backend reads shared prefixes once. Layers with a window ignore them.
+    """
+    window_tokens = model.config.window_tokens
     return WorkerLimits(
         page_size=config.page_size,
         page_count=page_count,
@@ -207,6 +213,8 @@ def make_limits(config: ChosenWorkerConfig, model: RankModel, page_count: int, *
         max_context_tokens=min(model.config.max_context_tokens, page_count * config.page_size),
         vocab_size=model.config.vocab_size,
         max_top_logprobs=config.max_top_logprobs,
+        window_tokens=window_tokens,
+        hydragen=hydragen and not window_tokens,
         **more,
     )
 
@@ -240,7 +248,7 @@ def _make_cpu_runner(parts: RunnerParts, threads: ShardThreads) -> StepRunner:
     attention = make_attention(cache, model.local.heads, model.attention_layers(), compiled=config.torch_compile)
     fused = FusedDecoder(model, cache) if supports(model) else None
     micro_batches = _MAX_MICRO_BATCHES if model.ranks.pp_size > 1 else 1
-    more = {"max_micro_batches": micro_batches, "grammars": grammars is not None}
+    more: dict[str, Any] = {"max_micro_batches": micro_batches, "grammars": grammars is not None}
     limits = make_limits(config, model, page_count, **more)
     exchanges = make_exchanges(model.ranks, model.config.hidden_size * model.dtype.itemsize)
     peers = Peers(group, exchanges, model.config.hidden_size, model.dtype)

@@ -4,6 +4,7 @@ import gc
 import time
 import traceback
 from collections.abc import Iterable
+from typing import Any
 
 import structlog
 import torch
@@ -198,8 +199,8 @@ def assemble(parts: RunnerParts, cache: KvCache, exchanges: Exchanges) -> CudaRu
     """Return a runner over ``cache`` that has run no step yet."""
     config, model, group, grammars = parts
     micro_batches = _MAX_MICRO_BATCHES if model.ranks.pp_size > 1 else 1
-    more = {"hydragen": True, "max_micro_batches": micro_batches, "grammars": grammars is not None}
-    limits = make_limits(config, model, cache.page_count, **more)
+    more: dict[str, Any] = {"max_micro_batches": micro_batches, "grammars": grammars is not None}
+    limits = make_limits(config, model, cache.page_count, hydragen=True, **more)
     attention = CudaAttention(
         cache,
         model.local.heads,

@@ -86,6 +86,12 @@ class ModelConfig:
         windows = tuple(layer.attention.window for layer in self.layers)
         return windows if any(windows) else ()
 
+    @property
+    def window_tokens(self) -> int:
+        """The longest window if every layer has one, otherwise 0."""
+        found = [window for window in self.windows if window is not None]
+        return max(found) if len(found) == len(self.layers) else 0
+
 
 def read_decoder(
     config: Mapping[str, Any],
