@@ -91,7 +91,7 @@ def test_names_values_and_files_are_completed_at_the_key(command, prepare, termi
     shell = terminal(*command, directory=tmp_path)
     shell.type(f"{prepare}. {file}\n{SAY}echo rea''dy\n")
     shell.read_until("(ready)")
-    shell.type("toka kv_cache_d\tf\t tp_s\t2 use_h\tT mode\tmod\tLl\t\n")
+    shell.type("toka kv_cache_d\tf\t tp_s\t2 use_h\tT model=mod\tLl\t\n")
     shown = shell.read_until(r"given (.*)\.\r?\n")
     assert shown.split() == ["<kv_cache_dtype=fp8>", "<tp_size=2>", "<use_hydragen=T>", "<model=models/Llama>"]
 

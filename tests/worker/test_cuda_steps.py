@@ -31,16 +31,9 @@ pytestmark = [needs_triton, pytest.mark.usefixtures("triton_ready", "device_with
 
 PAGE = 4
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
+    **{"architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    **{"max_position_embeddings": 256, "tie_word_embeddings": True},
 }
 FLAGS = ChosenWorkerConfig(
     page_size=PAGE, kv_cache_num_tokens=128 * PAGE, max_tokens_per_forward=96, max_seqs_per_forward=80
@@ -216,11 +209,8 @@ def test_every_setting_at_once_in_one_batch(plain, cuda, pieces):
         {"temperature": 0.7, "top_p": 0.6, "seed": 5},
         {"temperature": 1.3, "top_k": 3, "logprobs": True, "top_logprobs": 4},
         {"temperature": 0.9, "min_p": 0.2, "frequency_penalty": 1.0, "repetition_penalty": 1.4},
-        {
-            "logit_bias_token_ids": np.array([3, 4]),
-            "logit_bias_values": np.array([4.0, -9.0], np.float32),
-            "logprobs": True,
-        },
+        {"logit_bias_token_ids": np.array([3, 4]), "logit_bias_values": np.array([4.0, -9.0], np.float32)}
+        | {"logprobs": True},
         {"temperature": 1.1, "top_k": 2, "logprobs": True, "top_logprobs": 3, "processed_logprobs": True},
         {"temperature": 0.8, "logprobs": True, "thinking": budget(1, 7)},
     ]
