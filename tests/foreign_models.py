@@ -50,6 +50,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "helium": ("Helium", {}),
     "hunyuan_v1_dense": ("HunYuanDenseV1", {}),
     "hunyuan_v1_moe": ("HunYuanMoEV1", {}),
+    "jetmoe": ("JetMoe", {"kv_channels": 16}),  # experts without transformers' interface for them
     "minimax_m2": ("MiniMaxM2", {}),
     "nemotron": ("Nemotron", {}),
     "olmo": ("Olmo", {}),

@@ -8,6 +8,7 @@ from bench.server import serve
 from services.common.model.files import BUILTIN
 from tests.checkpoints import LLAMA3_ROPE, make_checkpoint
 from tests.e2e.samples import agreement, generate_all, random_prompt, request
+from tests.foreign_models import make_foreign_checkpoint
 from tests.gateway.deployment import eventually_async
 
 pytestmark = [
@@ -45,7 +46,11 @@ def directory_of(tmp_path_factory):
 
     def find(name: str):
         if name not in made:
-            made[name] = make_checkpoint(tmp_path_factory.mktemp("model"), **CHECKPOINTS[name])
+            directory = tmp_path_factory.mktemp("model")
+            if name in CHECKPOINTS:
+                made[name] = make_checkpoint(directory, **CHECKPOINTS[name])
+            else:  # through transformers
+                made[name] = make_foreign_checkpoint(directory, name)
         return made[name]
 
     return find
@@ -66,6 +71,11 @@ def reference_of(directory) -> torch.nn.Module:
         ("llama", "float16", COMPILED),
         ("builtin", "bfloat16", {"quantization": "fp8"}),
         ("aligned", "bfloat16", {"quantization": "fp8"} | COMPILED),
+        ("cohere2", "bfloat16", {"use_cudagraphs": "T", "piecewise_cudagraph_max_tokens": 128}),
+        ("deepseek_v2", "float32", {}),
+        ("gpt2", "bfloat16", {"use_cudagraphs": "T"}),
+        ("jetmoe", "float32", {}),  # its code waits for the device, so there are no graphs
+        ("qwen2_moe", "float32", {"use_cudagraphs": "T"}),
     ],
 )
 async def test_log_probabilities_agree_with_transformers(directory_of, model, dtype, flags):

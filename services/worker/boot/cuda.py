@@ -19,6 +19,7 @@ from services.worker.attention.kv_cache import KvCache
 from services.worker.boot import rehearsal
 from services.worker.boot.common import RunnerParts, cache_dtype, make_cache, make_limits
 from services.worker.boot.progress import BootProgress
+from services.worker.described.choices import FlagChoice
 from services.worker.described.layer import has_mlp_bias, undeclared
 from services.worker.described.memory import graph_bytes, margin, page_bytes, table_bytes
 from services.worker.described.ranks import ALONE
@@ -30,6 +31,7 @@ from services.worker.models.skinny_cuda import SkinnyDecoder, supports
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import Exchanges, make_exchanges
 from services.worker.parallel.group import MOST_SENDS
+from services.worker.runner.cuda.pieces import NoAttention
 from services.worker.runner.cuda.runner import CudaRunner
 from services.worker.runner.cuda.state import DeviceState
 from services.worker.runner.peers import Peers
@@ -37,6 +39,9 @@ from services.worker.sampling.fused import FusedSampler
 
 # Each micro-batch in flight has its own buffers for inputs and results.
 _MAX_MICRO_BATCHES = 16
+
+# Tokens of a pass that finds out whether the host waits, and the message of torch if it does.
+_FEW_TOKENS, _WAITED = 8, "synchronizing CUDA operation"
 
 # Steps whose activations a stage may have received and not started, since it receives plans ahead.
 _RECEIVED_AHEAD = 4
@@ -122,6 +127,41 @@ def refuse_unsupported(config: ChosenWorkerConfig, model: RankModel) -> None:
     refuse_unsupported_cuda_sizes(config.page_size, model.config.stored_head_dim)
     if config.kv_cache_dtype == "fp8":
         refuse_fp8_cache(torch.cuda.get_device_name(model.device), torch.cuda.get_device_capability(model.device))
+
+
+def capturable(
+    wanted: bool | str, chosen: ChosenWorkerConfig, choices: tuple[FlagChoice, ...], model: RankModel
+) -> tuple[ChosenWorkerConfig, tuple[FlagChoice, ...]]:
+    """Return ``chosen`` and ``choices`` with ``use_cudagraphs`` false if CUDA graphs cannot capture ``model``.
+
+    ``wanted`` is the flag as the operator set it. Raises ``InvalidRequest`` if it is true.
+    """
+    if not (chosen.use_cudagraphs and model.may_wait and _waits(model)):
+        return chosen, choices
+    reason = f"the code of {model.config.foreign} makes the host wait for the device, which graphs cannot capture"
+    if wanted is True:
+        raise InvalidRequest(f"flag use_cudagraphs=T: {reason}; leave it out", field="use_cudagraphs")
+    log.warning("no CUDA graphs", reason=reason)
+    changed = (each._replace(value="F", reason=reason) if each.name == "use_cudagraphs" else each for each in choices)
+    return chosen.model_copy(update={"use_cudagraphs": False}), tuple(changed)
+
+
+def _waits(model: RankModel) -> bool:
+    """Return whether a forward pass of ``model``, with its weights, makes the host wait for the device."""
+    token_ids, positions = torch.zeros(2, _FEW_TOKENS, dtype=torch.int32, device=model.device)
+    nothing = NoAttention(model.local.heads * model.local.head_dim)
+    with torch.inference_mode():
+        model.project(model(token_ids, positions, nothing))  # the first pass may move tensors to the device
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model.project(model(token_ids, positions, nothing))
+        except RuntimeError as error:
+            if _WAITED not in str(error):
+                raise
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return False
 
 
 def _measure(parts: RunnerParts, exchanges: Exchanges) -> int:

@@ -28,6 +28,7 @@ class RankModel(nn.Module, ABC):
     windows: Windows
     quantizes: bool
     rotaries: Sequence[RotationTables]  # at least one
+    may_wait: bool = False  # the code may make the host wait for the device, so that CUDA graphs cannot capture it
 
     @abstractmethod
     def forward(

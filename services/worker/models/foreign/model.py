@@ -9,9 +9,12 @@ from torch import nn
 
 from services.worker.attention.base import AttentionStep, LayerAttention, RotatingAttentionStep
 from services.worker.described.config import ModelConfig, Windows
+from services.worker.described.layer import ExpertsConfig
 from services.worker.described.ranks import ALONE as ONE_RANK
+from services.worker.layers.kernels import LayerKernels
 from services.worker.models.base import RankModel
 from services.worker.models.foreign import attention as attention_function
+from services.worker.models.foreign.experts import OPERATOR, activation_of, matrices_of
 from services.worker.models.foreign.probe import AttentionCall, base_of, inputs_of
 from services.worker.parallel.exchange import ALONE, Exchange
 
@@ -56,6 +59,7 @@ class ForeignModel(RankModel):
 
     ranks = ONE_RANK
     quantizes = False
+    may_wait = True
     first = last = True
 
     def __init__(
@@ -65,6 +69,7 @@ class ForeignModel(RankModel):
         calls: list[AttentionCall],
         dtype: torch.dtype,
         device: torch.device,
+        kernels: LayerKernels,
     ) -> None:
         """Take ``skeleton`` and its attention ``calls``, which ``config`` describes, as ``laid_out`` for ``device``."""
         super().__init__()
@@ -79,6 +84,9 @@ class ForeignModel(RankModel):
         for layer, call in enumerate(calls):
             setattr(call.module, attention_function.LAYER, layer)
             setattr(call.module, attention_function.HEAD_DIM, config.head_dim)
+        for module in skeleton.modules():
+            if (activation := activation_of(module)) is not None:
+                setattr(module, OPERATOR, (kernels, activation))
         # The vocabulary head, with all that the architecture does to logits.
         self._head = copy.copy(skeleton)
         modules = dict(skeleton.named_children()) | {skeleton.base_model_prefix: _GivenHidden(self.base)}
@@ -120,6 +128,15 @@ def describe(config: ModelConfig, skeleton: Any, calls: list[AttentionCall]) -> 
         )
         for layer, call in zip((config.layers * len(calls))[: len(calls)], calls, strict=True)
     ]
+    matrices = [matrices_of(module) for module in skeleton.modules() if activation_of(module) is not None]
+    if matrices:
+        count, _, width = matrices[0][1].shape
+        features = [
+            replace(layer, mlp=replace(layer.mlp, count=count, width=width))
+            if isinstance(layer.mlp, ExpertsConfig)
+            else layer
+            for layer in features
+        ]
     embedding = skeleton.get_input_embeddings().weight
     return replace(
         config,

@@ -3,10 +3,10 @@
 A model that asks for something else than the worker's attention computes is refused by name.
 """
 
+import copy
 import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from services.common.boundaries import errors_to
-from services.worker.models.foreign import attention, experts
 from services.worker.models.foreign.skeleton import first_line, refuse
 
 _PROBE = "tokasaurus_probe"  # name of the attention function that records its calls
@@ -74,31 +73,21 @@ def probe(model: Any, architecture: str, max_tokens: int) -> list[AttentionCall]
     AttentionInterface.register(_PROBE, _record)
     AttentionMaskInterface.register(_PROBE, _mask_rules)
     ALL_EXPERTS_FUNCTIONS.register(_PROBE, _without_experts)
-    _recorded.calls, _recorded.most = [], max_tokens
     _refuse_mixing(model, architecture)
-    model.set_attn_implementation(_PROBE)
-    model.set_experts_implementation(_PROBE)
     errors: list[BaseException] = []
-    with torch.inference_mode(), errors_to(errors.append):
-        _run(model, torch.device("meta"))
+    with errors_to(errors.append):
+        calls = _run(model, torch.device("meta"), max_tokens)
     if errors and not isinstance(errors[0], _Unsupported):
-        # The model reads values, for example to count the tokens of each expert.
         errors.clear()
-        _recorded.calls = []
-        with torch.inference_mode(), errors_to(errors.append), _zeros(model):
-            _run(model, torch.device("cpu"))
-    model.set_attn_implementation(attention.NAME)
-    model.set_experts_implementation(experts.NAME)
+        # The model reads values, for example to count the tokens of each expert.
+        with errors_to(errors.append):
+            calls = _run(model, torch.device("cpu"), max_tokens)
     for error in errors:
         if isinstance(error, _Unsupported):
             refuse(architecture, str(error))
-        if type(error).__name__ in ("TypeError", "AttributeError") and MaskRules.__name__ in str(error):
+        if isinstance(error, TypeError | AttributeError) and MaskRules.__name__ in str(error):
             refuse(architecture, "it computes with the mask of its attention", error)
         refuse(architecture, f"transformers cannot run it on a flattened batch ({first_line(error)})", error)
-    try:
-        calls = [_call(*recorded) for recorded in _recorded.calls]
-    except _Unsupported as error:
-        refuse(architecture, str(error))
     _refuse_others(calls, model, architecture)
     return calls
 
@@ -114,30 +103,31 @@ def inputs_of(token_ids: torch.Tensor, positions: torch.Tensor) -> Mapping[str, 
     return {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False}
 
 
-def _run(model: Any, device: torch.device) -> None:
+def _run(model: Any, device: torch.device, max_tokens: int) -> list[AttentionCall]:
+    """Run a copy of ``model`` on ``device``, without values or with zeros, and return the calls of its attention.
+
+    A run may change a module, for example move tensors to the device. Raises ``_Unsupported``, and any exception of the
+    model.
+    """
+    copied = copy.deepcopy(model)
+    if device.type == "meta":
+        copied.to(device)
+    else:  # zeros that take no memory
+        for name, parameter in list(copied.named_parameters()):
+            path, _, last = name.rpartition(".")
+            zeros = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
+            copied.get_submodule(path).register_parameter(last, nn.Parameter(zeros, requires_grad=False))
+    copied.tie_weights()
+    copied.set_attn_implementation(_PROBE)
+    copied.set_experts_implementation(_PROBE)
+    _recorded.calls, _recorded.most = [], max_tokens
+    _recorded.modules = dict(zip(copied.modules(), model.modules(), strict=True))
     token_ids = torch.zeros(_TOKENS, dtype=torch.int64, device=device)
     # With a mask of padding, transformers does not look for several sequences among the positions.
     whole = torch.ones(1, _TOKENS, dtype=torch.int64, device=device)
-    base_of(model)(**inputs_of(token_ids, torch.arange(_TOKENS, device=device)), attention_mask=whole)
-
-
-@contextmanager
-def _zeros(model: nn.Module) -> Iterator[None]:
-    """Give all parameters zeros on the CPU that take no memory, inside the context."""
-    shared = dict(model.named_parameters(remove_duplicate=False))
-    try:
-        for name, parameter in shared.items():
-            zeros = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
-            _set(model, name, nn.Parameter(zeros, requires_grad=False))
-        yield
-    finally:
-        for name, parameter in shared.items():
-            _set(model, name, parameter)
-
-
-def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    path, _, last = name.rpartition(".")
-    model.get_submodule(path).register_parameter(last, parameter)
+    with torch.inference_mode():
+        base_of(copied)(**inputs_of(token_ids, torch.arange(_TOKENS, device=device)), attention_mask=whole)
+    return [_call(*recorded) for recorded in _recorded.calls]
 
 
 def _mask_rules(*, mask_function: Any, **_: Any) -> MaskRules:
@@ -173,7 +163,10 @@ def _record(
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
     """Record a call of the attention function, and return zeros."""
-    _recorded.calls.append((module, query.shape, key.shape, value.shape, attention_mask, settings))
+    names = [name for name, parameter in module.named_parameters() if parameter is settings.get("s_aux")]
+    _recorded.calls.append(
+        (_recorded.modules[module], query.shape, key.shape, value.shape, attention_mask, settings, names)
+    )
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -184,8 +177,9 @@ def _call(
     value: torch.Size,
     mask: object,
     settings: Mapping[str, Any],
+    sinks: Sequence[str],
 ) -> AttentionCall:
-    """Return the description of a recorded call. Raises ``_Unsupported``."""
+    """Return the description of a recorded call. ``sinks`` names the parameter ``s_aux``. Raises ``_Unsupported``."""
     others = {
         name: given
         for name, given in settings.items()
@@ -201,6 +195,8 @@ def _call(
         raise _Unsupported("it adds a mask or a bias of its own to the scores")
     if query[0] != 1 or not query[2] == key[2] == value[2] == _TOKENS or query[1] % key[1] or key[3] != query[3]:
         raise _Unsupported(f"its attention has queries of shape {list(query)} and keys of shape {list(key)}")
+    if settings.get("s_aux") is not None and not sinks:
+        raise _Unsupported("the sinks of its attention are computed at each step")
     window = mask.window if isinstance(mask, MaskRules) else settings.get("sliding_window")
     scale, soft_cap = settings.get("scaling"), settings.get("softcap")
     if not all(each is None or isinstance(each, int | float) for each in (scale, soft_cap, window)):
@@ -214,18 +210,8 @@ def _call(
         scale=query[3] ** -0.5 if scale is None else float(scale),
         window=window or None,
         soft_cap=soft_cap or None,
-        sinks=_sinks(module, settings.get("s_aux")),
+        sinks=sinks[0] if sinks else None,
     )
-
-
-def _sinks(module: nn.Module, given: torch.Tensor | None) -> str | None:
-    """Return the name of the parameter ``given`` of ``module``. Raises ``_Unsupported`` for another tensor."""
-    if given is None:
-        return None
-    for name, parameter in module.named_parameters():
-        if parameter is given:
-            return name
-    raise _Unsupported("the sinks of its attention are computed at each step")
 
 
 def _refuse_mixing(model: Any, architecture: str) -> None:

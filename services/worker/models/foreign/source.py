@@ -9,6 +9,7 @@ import torch
 from services.common.config import ChosenWorkerConfig
 from services.worker.described.config import ModelConfig
 from services.worker.described.ranks import Ranks
+from services.worker.layers.factory import make_kernels
 from services.worker.models.base import ModelSource, RankModel
 from services.worker.models.foreign import loading
 from services.worker.models.foreign.model import ForeignModel, describe
@@ -42,7 +43,8 @@ class ForeignSource(ModelSource):
         ranks: Ranks,
         layers: range,
     ) -> ForeignModel:
-        return ForeignModel(described, self._skeleton, self._calls, dtype, device)
+        kernels = make_kernels(device, dtype, compiled=config.torch_compile)
+        return ForeignModel(described, self._skeleton, self._calls, dtype, device, kernels)
 
     def fill(self, model: RankModel, *, dummy: bool) -> None:
         if dummy:

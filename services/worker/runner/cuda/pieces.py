@@ -83,8 +83,9 @@ class StepPieces:
         attention: PreallocatedAttentionStep,
         keep: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Replay the pieces for ``size`` tokens; see ``EagerSteps.run``. ``positions`` is not read."""
+        """Replay the pieces for ``size`` tokens; see ``EagerSteps.run``."""
         self._entering(size).copy_(entering)
+        self._positions[:size].copy_(positions)  # the code of some models rotates queries and keys itself
         few = None if keep is None else self._pieces.get((size, False))
         if keep is not None and few is not None and few.keep is not None and len(keep) <= len(few.keep):
             few.keep[: len(keep)].copy_(keep)  # the rest keeps valid indices of an earlier step of this size
