@@ -193,16 +193,16 @@ def test_auto_prefers_the_native_implementation():
 
 
 def test_auto_uses_transformers_for_a_setting_that_the_native_implementation_lacks():
-    described, reason = choose_implementation(LLAMA | {"hidden_act": "gelu"}, WorkerConfig())
+    described, reason = choose_implementation(LLAMA | {"hidden_act": "quick_gelu"}, WorkerConfig())
     assert described.foreign == "LlamaForCausalLM"
-    assert "the native implementation of LlamaForCausalLM declines: config.json: hidden_act='gelu'" in reason
-    with pytest.raises(InvalidRequest, match="hidden_act='gelu' is not supported"):
-        choose_implementation(LLAMA | {"hidden_act": "gelu"}, WorkerConfig(model_impl="native"))
+    assert "the native implementation of LlamaForCausalLM declines: config.json: hidden_act='quick_gelu'" in reason
+    with pytest.raises(InvalidRequest, match="hidden_act='quick_gelu' is not supported"):
+        choose_implementation(LLAMA | {"hidden_act": "quick_gelu"}, WorkerConfig(model_impl="native"))
 
 
 def test_auto_names_the_native_reason_if_transformers_cannot_run_the_model_either():
-    with pytest.raises(InvalidRequest, match="hidden_act='gelu' is not supported"):
-        choose_implementation(LLAMA | {"hidden_act": "gelu", "alibi": True}, WorkerConfig())
+    with pytest.raises(InvalidRequest, match="hidden_act='quick_gelu' is not supported"):
+        choose_implementation(LLAMA | {"hidden_act": "quick_gelu", "alibi": True}, WorkerConfig())
 
 
 def test_native_refuses_other_architectures():
