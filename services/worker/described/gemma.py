@@ -52,7 +52,7 @@ def _read(
     logit_cap: float | None = None,
     **attention: Any,
 ) -> ModelConfig:
-    """Return what Gemma 2 and 3 have in common. ``logit_cap`` is the default of an absent key."""
+    """Return the description that Gemma 2 and 3 share. ``logit_cap`` is the default of an absent key."""
     given = JsonObject("config.json", config)
     config = {"head_dim": _HEAD_DIM, "tie_word_embeddings": True} | dict(config)
     bias = given.boolean("attention_bias")

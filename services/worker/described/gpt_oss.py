@@ -65,10 +65,10 @@ def _stored(shapes: Mapping[str, Shape]) -> dict[str, CheckpointTensor]:
         index, module, kind = rest.split(".")
         expert, transposed = int(index), kind == "weight"
         fused = module in ("gate_proj", "up_proj")
-        home = f"{layer}.experts.{'gate_up_proj' if fused else module}{'_bias' * (kind == 'bias')}"
+        whole = f"{layer}.experts.{'gate_up_proj' if fused else module}{'_bias' * (kind == 'bias')}"
         first = ("gate_proj", "up_proj").index(module) if fused else None
         columns = shape[0] * (2 if fused else 1)
-        whole = (expert + 1, shape[1], columns) if transposed else (expert + 1, columns)
-        before = stored[home].parts if home in stored else ()
-        stored[home] = CheckpointTensor(whole, (*before, Part(name, expert, first, transposed)))
+        stored_shape = (expert + 1, shape[1], columns) if transposed else (expert + 1, columns)
+        before = stored[whole].parts if whole in stored else ()
+        stored[whole] = CheckpointTensor(stored_shape, (*before, Part(name, expert, first, transposed)))
     return stored

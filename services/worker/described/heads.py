@@ -10,7 +10,7 @@ from dataclasses import replace
 from services.worker.described.config import ModelConfig
 
 # Smallest head of the kernels for CUDA.
-_LEAST = 16
+_LEAST_CUDA_HEAD_DIM = 16
 _PADDING = -1
 
 
@@ -21,7 +21,7 @@ def laid_out(model: ModelConfig, device: str) -> ModelConfig:
     """
     if device == "cpu":
         return model
-    size = max(_LEAST, 1 << (model.stored_head_dim - 1).bit_length())
+    size = max(_LEAST_CUDA_HEAD_DIM, 1 << (model.stored_head_dim - 1).bit_length())
     return replace(model, head_dim=size, head_padding=size - model.stored_head_dim)
 
 

@@ -60,16 +60,16 @@ def joined(shapes: Mapping[str, Shape], modules: Mapping[str, tuple[str, ...]]) 
 
     ``modules`` maps the name of a stored module, such as ``qkv_proj``, to the model's modules in their order.
     """
-    homes = {module: home for home, members in modules.items() for module in members}
+    wholes = {member: module for module, members in modules.items() for member in members}
     stored: dict[str, CheckpointTensor] = {}
     for name, shape in shapes.items():
         *path, module, kind = name.split(".")
-        if module not in homes:
+        if module not in wholes:
             stored[name] = CheckpointTensor(shape, (Part(name),))
             continue
-        home = ".".join((*path, homes[module], kind))
-        before = stored.get(home, CheckpointTensor((0, *shape[1:]), ()))
+        whole = ".".join((*path, wholes[module], kind))
+        before = stored.get(whole, CheckpointTensor((0, *shape[1:]), ()))
         end = before.shape[0] + shape[0]
         part = Part(name, slice(before.shape[0], end))
-        stored[home] = CheckpointTensor((end, *shape[1:]), (*before.parts, part))
+        stored[whole] = CheckpointTensor((end, *shape[1:]), (*before.parts, part))
     return stored

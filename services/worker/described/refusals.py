@@ -118,7 +118,7 @@ def refuse_unquantizable_sizes(config: ModelConfig, tp_size: int) -> None:
     if config.has_dense_layers:
         sizes["intermediate_size"] = config.intermediate_size
     for experts in config.experts:
-        sizes |= {"moe_intermediate_size": experts.width, "width of the shared expert": experts.shared_width}
+        sizes |= {"width of an expert": experts.width, "width of the shared expert": experts.shared_width}
     for name, size in sizes.items():
         if size % _FP8_MULTIPLE:
             raise InvalidRequest(

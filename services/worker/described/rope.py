@@ -33,7 +33,7 @@ class RopeSettings:
 
 
 def rotated_elements(config: Mapping[str, Any], head_dim: int, default: float | None = None) -> int:
-    """Return how many first elements of each head of ``head_dim`` elements are rotated.
+    """Return the number of elements at the start of each head of ``head_dim`` elements that are rotated.
 
     ``default`` is the value of ``partial_rotary_factor`` if it is absent; None = the architecture rotates whole heads.
     Raises ``InvalidRequest`` if the number is odd, or 0, or the architecture does not have the setting.

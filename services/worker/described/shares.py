@@ -117,7 +117,7 @@ def refuse_unshareable(config: ModelConfig, tp_size: int, *, expert_parallel: bo
 
 
 def _shared_sizes(config: ModelConfig, expert_parallel: bool) -> dict[str, int]:
-    """Return the sizes that the ranks share equally, by their names in ``config.json``."""
+    """Return the sizes that the ranks share equally, by their names for messages."""
     sizes = {"num_attention_heads": config.heads}
     if any(layer.attention.qk_norm == "whole" for layer in config.layers):
         sizes["num_key_value_heads"] = config.kv_heads  # a norm over all heads counts each of them once
@@ -127,7 +127,7 @@ def _shared_sizes(config: ModelConfig, expert_parallel: bool) -> dict[str, int]:
         if expert_parallel:
             sizes["number of experts"] = experts.count
         else:
-            sizes["moe_intermediate_size"] = experts.width
+            sizes["width of an expert"] = experts.width
         if experts.shared_width:
             sizes["width of the shared expert"] = experts.shared_width
     return sizes
