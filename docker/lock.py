@@ -16,8 +16,8 @@ LOCKS = ROOT / "docker" / "locks"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # Of each lock; the largest first, since what one has settled holds for those after it.
 EXTRAS = {
-    "worker-cuda": ("worker-cuda",),
-    "worker": ("worker",),
+    "worker-cuda": ("worker-cuda", "worker-transformers"),
+    "worker": ("worker", "worker-transformers"),
     "scheduler": ("scheduler",),
     "gateway": ("gateway", "postgres"),
 }

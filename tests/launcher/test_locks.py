@@ -21,8 +21,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = {
     "gateway": ("gateway", "postgres"),
     "scheduler": ("scheduler",),
-    "worker": ("worker",),
-    "worker-cuda": ("worker-cuda",),
+    "worker": ("worker", "worker-transformers"),
+    "worker-cuda": ("worker-cuda", "worker-transformers"),
 }
 PYTHONS = ("3.11.15", "3.12.13")
 
