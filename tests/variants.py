@@ -22,7 +22,8 @@ _WIDTHS = (50, 96, 130, 172)
 _VOCABULARIES = (401, 416, 449, 500)
 _EPS = (1e-6, 1e-5, 1e-3)
 _THETAS = (10000.0, 500000.0, 1e6)
-_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2")
+# Without relu2: rounding grows with its squares.
+_ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "relu")
 _LONGEST = 640  # tokens of a context
 # The key of the activation and its published value, of other families than most. That of gpt-oss has no effect.
 _ACTIVATION_KEYS = dict.fromkeys(("gemma2", "gemma3"), ("hidden_activation", "gelu_pytorch_tanh"))
@@ -252,10 +253,10 @@ def _granite(draw: Draw, settings: Settings) -> Settings:
     return {
         "attention_bias": draw.flag("attention bias"),
         "mlp_bias": draw.flag("MLP bias"),
-        "attention_multiplier": draw.pick("attention", 0.015625, 0.3, 1.0),
+        "attention_multiplier": draw.pick("attention", 0.015625, 0.1, 0.25),
         "residual_multiplier": draw.pick("residual", 0.22, 1.0),
         "embedding_multiplier": draw.pick("embedding", 1.0, 4.0, 12),
-        "logits_scaling": draw.pick("logits", 1.0, 0.5, 8),
+        "logits_scaling": draw.pick("logits", 1.0, 0.8, 8),
         **_rotation(draw, 0, "default", "linear", "dynamic", "yarn"),
     }
 

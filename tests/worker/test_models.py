@@ -197,6 +197,10 @@ def test_an_older_file_of_gpt_oss_has_the_published_scaling_of_its_own_base(chec
         ({"architectures": ["GPT2LMHeadModel"]}, "choose a model of Gemma2ForCausalLM, Gemma3ForCausalLM"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "1 entries; expected 'full_att"),
         ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["chunked"] * 3}, "3 entries, among them 'chunked'"),
+        (
+            {"architectures": ["GptOssForCausalLM"], "swiglu_limit": 5.0},
+            "swiglu_limit=5.0 is not supported; expected 7, the only value",
+        ),
         ({"hidden_act": "mish"}, "hidden_act='mish' is not supported; expected one of silu, swish, gelu"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         ({"intermediate_size": ...}, "intermediate_size is missing"),

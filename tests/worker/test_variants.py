@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from services.common.model.json_object import read_json
 from services.worker.boot.common import boot
 from services.worker.described.ranks import ALONE
+from services.worker.described.registry import read_model_config
 from tests.variants import FAMILIES, Variant, make_variant
 from tests.worker.parallel.jobs import make_config
 from tests.worker.parallel.pool import RankPool
 from tests.worker.parallel.replica import Replica
 from tests.worker.situations import FLAGS, TOKENS, Expected, Told, assert_near, check, logits_in_chunks, tell, tokens_of
 
-EXPERTS = {"glm4_moe", "gpt_oss", "mixtral", "qwen3_moe"}
 SOME = [Variant(family, 0) for family in FAMILIES]
 ALL = [Variant(family, number) for family in FAMILIES for number in range(10)]
 
@@ -57,7 +58,8 @@ def test_logits_of_ten_variants_in_every_situation(variant, made, ranks):
         assert_near(logits, expected.of([token_ids])[0])
     check(tell_alone(directory), expected)
     # Activations are sharded over the ranks in some variants, and ranks have whole experts in others.
-    whole = variant.family in EXPERTS and variant.number % 3 == 0
+    experts = read_model_config(read_json(directory / "config.json")).experts
+    whole = bool(experts) and variant.number % 3 == 0
     flags = FLAGS | ({"expert_parallel": True} if whole else {})
     check(tell_replica(ranks, 2, 1, directory, flags, 1 if variant.number % 2 else 10**6), expected)
     check(tell_replica(ranks, 1, 2, directory, FLAGS, 10**6), expected)
