@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from services.worker.described.checkpoint import checkpoint_tensors, model_shapes
 from services.worker.described.config import ModelConfig
 from services.worker.described.heads import laid_out, query_order, value_order
-from services.worker.described.load_targets import PartTargets
 from services.worker.described.registry import ARCHITECTURES, read_model_config
+from services.worker.models.load_targets import PartTargets
 from tests.properties import examples
 from tests.worker.small_models import small_config
 

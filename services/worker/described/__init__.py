@@ -1,6 +1,6 @@
 """Descriptions of models and ranks, and the memory sizes derived from them.
 
-``toka-doctor`` imports all modules except ``load_targets``, so only ``load_targets`` may import torch.
+``toka-doctor`` imports these modules, so none may import torch.
 
 Threads: ``compute`` at the boot; the main thread of ``toka-doctor``.
 """

@@ -11,7 +11,6 @@ from services.worker.attention.base import AttentionStep, LayerAttention, Rotati
 from services.worker.described.checkpoint import norm_names
 from services.worker.described.config import ModelConfig, Windows
 from services.worker.described.layer import AnyValue, ExpertsConfig, LayerConfig, SupportedValues, undeclared
-from services.worker.described.load_targets import load_targets
 from services.worker.described.ranks import ALONE as ONE_RANK
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
@@ -22,6 +21,7 @@ from services.worker.layers.rotary import Rotary
 from services.worker.models.attention import Attention
 from services.worker.models.base import RankModel
 from services.worker.models.experts import Experts
+from services.worker.models.load_targets import load_targets
 from services.worker.models.mlp import Mlp
 from services.worker.models.vocabulary import VocabularyLayers
 from services.worker.parallel.exchange import ALONE, Exchange

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
 from services.worker.described.layer import ExpertsConfig
-from services.worker.described.load_targets import SliceTarget, slice_targets
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import (
     RankShare,
@@ -21,6 +20,7 @@ from services.worker.described.shares import (
     vocabulary_of,
 )
 from services.worker.described.stages import balanced, head_cost, layers_of
+from services.worker.models.load_targets import SliceTarget, slice_targets
 from tests.worker.small_models import small_config
 
 
