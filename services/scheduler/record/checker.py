@@ -148,10 +148,10 @@ class PlanChecker:
         """Give up the pages that no later token of a sequence reads."""
         used = np.flatnonzero(self.slots.used)
         ends = np.minimum(self.limits.pages_left_behind(self.slots.computed[used]), self.slots.page_counts[used])
-        for slot, end in zip(used.tolist(), ends.tolist(), strict=True):
-            if end > self.left_behind[slot]:
-                self._drop(self.slots.pages(slot)[self.left_behind[slot] : end])
-                self.left_behind[slot] = end
+        more = ends > self.left_behind[used]
+        for slot, end in zip(used[more].tolist(), ends[more].tolist(), strict=True):
+            self._drop(self.slots.pages(slot)[self.left_behind[slot] : end])
+            self.left_behind[slot] = end
 
     def _drop(self, pages: np.ndarray) -> None:
         self.holders[pages] -= 1

@@ -52,9 +52,7 @@ class Forecast:
 
     def with_candidates(self, candidates: Sequences) -> npt.NDArray[np.int64]:
         """Return the pages in use at steps 0 to ``horizon`` - 1 if ``candidates`` are admitted now: int64."""
-        tree = self._tree.copy()
-        tree.hold(candidates)
-        return self._own + self._own_pages(candidates) + tree.in_use(self.horizon)
+        return self._own + self._own_pages(candidates) + self._tree.in_use_with(candidates, self.horizon)
 
     def _own_pages(self, sequences: Sequences) -> npt.NDArray[np.int64]:
         """Return the pages in use outside the prefix tree at each step: int64 ``[horizon]``."""

@@ -70,6 +70,12 @@ class Leaving(NamedTuple):
     window: int  # tokens
     page_size: int
 
+    def take(self, indices: np.ndarray) -> "Leaving":
+        """Return the rows at ``indices``."""
+        return self._replace(
+            first=self.first[indices], at_once=self.at_once[indices], end=self.end[indices], length=self.length[indices]
+        )
+
     def step(self, page: np.ndarray) -> np.ndarray:
         """Return the step at which each sequence leaves behind entry ``page`` of its page table: int64."""
         computed = (page + 1) * self.page_size + self.window - 1

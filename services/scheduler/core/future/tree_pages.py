@@ -15,12 +15,6 @@ class NodeEnds:
         self._sizes, self._parent = tree.size[: tree.top], tree.parent[: tree.top]
         self._ends = np.zeros(tree.top, np.int64)  # last end by node; 0 = not in use
 
-    def copy(self) -> "NodeEnds":
-        """Return a copy that can be changed."""
-        other = object.__new__(NodeEnds)
-        other._sizes, other._parent, other._ends = self._sizes, self._parent, self._ends.copy()
-        return other
-
     def keep(self, nodes: list[int]) -> None:
         """Hold the paths of ``nodes`` without an end."""
         self._raise(np.array(nodes, np.int64), np.full(len(nodes), FAR))
@@ -49,6 +43,14 @@ class NodeEnds:
         released[0] = 0  # unused nodes, and the root
         return int(self._sizes[self._ends > 0].sum()) - np.cumsum(released[:horizon].astype(np.int64))
 
+    def in_use_with(self, candidates: Sequences, horizon: int) -> npt.NDArray[np.int64]:
+        """Return the pages in use at each step if ``candidates`` hold their paths too: int64 ``[horizon]``."""
+        ends, self._ends = self._ends, self._ends.copy()
+        self.hold(candidates)
+        found = self.in_use(horizon)
+        self._ends = ends
+        return found
+
 
 class PageEnds:
     """Ends of pages, if sequences leave the first pages of their paths behind."""
@@ -57,13 +59,8 @@ class PageEnds:
         """Hold no page. ``tables`` are the page tables of the slots, int32."""
         self._tree, self._tables, self._limits = tree, tables, limits
         self._ends = np.zeros(limits.page_count, np.int64)  # last end by page; 0 = not in use
-
-    def copy(self) -> "PageEnds":
-        """Return a copy that can be changed."""
-        other = object.__new__(PageEnds)
-        other._tree, other._tables, other._limits = self._tree, self._tables, self._limits
-        other._ends = self._ends.copy()
-        return other
+        self._paths: dict[int, np.ndarray] = {}  # of candidates, by node
+        self._curve: npt.NDArray[np.int64] | None = None  # ``in_use``, once candidates are added
 
     def keep(self, nodes: list[int]) -> None:
         """Hold the paths of ``nodes`` without an end."""
@@ -71,20 +68,48 @@ class PageEnds:
             self._ends[self._tree.path(node)] = FAR
 
     def hold(self, sequences: Sequences) -> None:
-        """Hold the paths of ``sequences`` as long as these do. The path of a candidate is not in a page table yet."""
-        first, end = sequences.left_behind, np.minimum(self._tree.depth[sequences.node], sequences.pages)
-        columns = np.arange(int(end.max(initial=0)))
-        tables = self._tables[sequences.slot, : len(columns)]
-        for row in np.flatnonzero(sequences.slot < 0).tolist():
-            tables[row, : end[row]] = self._tree.path(int(sequences.node[row]))[: end[row]]
-        held = (columns >= first[:, None]) & (columns < end[:, None])
-        leaving, page = leaving_of(sequences, self._limits), columns[:, None]
-        ends = np.where(sequences.lent > 0, FAR, sequences.end)
-        until = np.where(page < leaving.end, leaving.step(page), ends).T
-        np.maximum.at(self._ends, tables[held], until[held])
+        """Hold the paths of ``sequences`` as long as these do."""
+        pages, ends = self._held(sequences)
+        np.maximum.at(self._ends, pages, ends)
+        self._curve = None
 
     def in_use(self, horizon: int) -> npt.NDArray[np.int64]:
         """Return the pages in use at each step: int64 ``[horizon]``."""
         held = self._ends[self._ends > 0]
-        released = np.bincount(np.minimum(held, horizon), minlength=horizon + 1)
-        return len(held) - np.cumsum(released[:horizon])
+        return len(held) - np.cumsum(_count(held, horizon))
+
+    def in_use_with(self, candidates: Sequences, horizon: int) -> npt.NDArray[np.int64]:
+        """Return the pages in use at each step if ``candidates`` hold their paths too: int64 ``[horizon]``."""
+        if self._curve is None or len(self._curve) != horizon:
+            self._curve = self.in_use(horizon)
+        held, ends = self._held(candidates)
+        pages, at = np.unique(held, return_inverse=True)
+        before = self._ends[pages]
+        after = before.copy()
+        np.maximum.at(after, at, ends)
+        released = _count(after, horizon) - _count(before[before > 0], horizon)
+        return self._curve + np.count_nonzero(before == 0) - np.cumsum(released)
+
+    def _held(self, sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
+        """Return (pages, ends) of the pages of the tree that ``sequences`` hold: int32 and int64 ``[pages held]``.
+
+        The path of a candidate is not in a page table yet.
+        """
+        first, end = sequences.left_behind, np.minimum(self._tree.depth[sequences.node], sequences.pages)
+        columns = np.arange(int(end.max(initial=0)))
+        tables = self._tables[sequences.slot, : len(columns)]
+        for row in np.flatnonzero((sequences.slot < 0) & (end > 0)).tolist():
+            node = int(sequences.node[row])
+            if node not in self._paths:
+                self._paths[node] = self._tree.path(node)
+            tables[row, : end[row]] = self._paths[node][: end[row]]
+        holder, page = np.nonzero((columns >= first[:, None]) & (columns < end[:, None]))
+        leaving = leaving_of(sequences, self._limits).take(holder)
+        ends = np.where(sequences.lent > 0, FAR, sequences.end)[holder]
+        return tables[holder, page], np.where(page < leaving.end, leaving.step(page), ends)
+
+
+def _count(steps: np.ndarray, horizon: int) -> npt.NDArray[np.int64]:
+    """Return how many of ``steps`` are each step below ``horizon``: int64 ``[horizon]``."""
+    counts: npt.NDArray[np.int64] = np.bincount(np.minimum(steps, horizon), minlength=horizon + 1)[:horizon]
+    return counts
