@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 import torch
 
+from services.common.config import ChosenWorkerConfig
 from services.common.plan.codec import decode_plan, encode_plan
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import AdmissionMode, Priority, Request
 from services.scheduler.core.scheduler import Scheduler
+from services.worker.boot.common import make_limits
+from services.worker.described.ranks import Ranks
 from services.worker.runner.runner import StepRunner
 from tests.worker.driver import settings
+from tests.worker.small_models import small_config, small_model
 from tests.worker.test_generation import prompt_of
 
 MODELS = {
@@ -83,13 +87,14 @@ class Served:
         torch.testing.assert_close(torch.tensor(logprobs).double(), expected, atol=1e-4, rtol=0)
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=[*((name, "native") for name in MODELS), ("mistral", "transformers")], ids="-".join)
 def served(request, checkpoint, reference, runner_for):
     """``served(field=value, ...)``: a core with this policy and a fresh runner, and the model of transformers."""
-    directory = checkpoint(request.param, **MODELS[request.param])
+    architecture, model_impl = request.param
+    directory = checkpoint(architecture, **MODELS[architecture])
 
     def make(**policy) -> tuple[Served, torch.nn.Module]:
-        return Served(runner_for(directory, **FLAGS).runner, **policy), reference(directory)
+        return Served(runner_for(directory, **FLAGS, model_impl=model_impl).runner, **policy), reference(directory)
 
     return make
 
@@ -141,3 +146,12 @@ def test_preempted_sequences_go_on_beyond_their_window(served):
 def test_a_model_with_full_attention_in_a_layer_reports_no_window(checkpoint, runner_for):
     directory = checkpoint("qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=2)
     assert runner_for(directory).runner.limits.window_tokens == 0
+
+
+@pytest.mark.parametrize(("windows", "reported"), [((None, 20, 20), 0), ((20, 30, 20), 30)])
+def test_all_stages_of_a_pipeline_report_the_window_of_the_whole_model(windows, reported):
+    for rank, layers in enumerate((range(1), range(1, 3))):
+        model = small_model(small_config(windows=windows), ranks=Ranks(pp_rank=rank, pp_size=2), layers=layers)
+        config = ChosenWorkerConfig(kv_cache_num_tokens=16 * PAGE, page_size=PAGE)
+        assert make_limits(config, model, 16, hydragen=True).window_tokens == reported
+        assert make_limits(config, model, 16, hydragen=True).hydragen is (not reported)
