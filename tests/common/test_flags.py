@@ -178,15 +178,7 @@ def test_a_flag_of_the_worker_that_means_nothing_without_another_is_refused_with
     assert load(kind, [flag], {})  # the worker chooses the other flag so that this one has an effect
 
 
-def test_piecewise_cuda_graphs_serve_the_steps_that_the_host_would_launch_too_slowly():
-    def tokens(**flags) -> int:
-        return ChosenWorkerConfig(**flags).piecewise_tokens
-
-    assert tokens() == 0
-    assert tokens(use_cudagraphs=True, max_tokens_per_forward=8192) == 1024
-    assert tokens(use_cudagraphs=True, max_tokens_per_forward=512) == 512
-    assert tokens(use_cudagraphs=True, max_tokens_per_forward=8192, tp_size=2) == 8192
-    assert tokens(use_cudagraphs=True, tp_size=2, piecewise_cudagraph_max_tokens=0) == 0
+def test_piecewise_cuda_graphs_beyond_the_largest_step_are_refused():
     with pytest.raises(FlagError, match="piecewise_cudagraph_max_tokens=4096: no step has so many tokens with max_tok"):
         load(WorkerConfig, ["max_tokens_per_forward=2048", "piecewise_cudagraph_max_tokens=4096"], {})
 

@@ -24,7 +24,7 @@ def described(shape: str) -> ModelConfig:
     return read_model_config(shared | {"rope_theta": 500000.0, "hidden_act": "silu"} | SHAPES[shape])
 
 
-MODELS = {shape: described(shape) for shape in ("llama-1b", "llama-8b", "llama-70b")}
+MODELS = {shape: described(shape) for shape in ("llama-1b", "llama-8b", "llama-70b", "qwen3-30b-a3b")}
 
 
 def gpu(free: float, total: float = 140, processors: int = 132, capability: tuple[int, int] = (9, 0)) -> Device:
@@ -59,6 +59,20 @@ def test_an_h200_gets_the_sizes_that_were_tuned_by_hand(shape, expected):
             assert found.pop("max_seqs_per_forward") >= 4096
         assert found.items() <= expected.items()
         assert (chosen.use_cudagraphs, chosen.torch_compile, chosen.kv_cache_num_tokens) == (True, False, "auto")
+
+
+def test_piecewise_cuda_graphs_serve_the_steps_that_the_host_would_launch_too_slowly():
+    def tokens(shape: str = "llama-1b", **flags) -> int:
+        return choices(gpu(139), shape, **flags)[0].piecewise_tokens
+
+    assert tokens(use_cudagraphs=False) == 0
+    assert tokens(max_tokens_per_forward=8192) == 1024
+    assert tokens(max_tokens_per_forward=512) == 512
+    assert tokens(max_tokens_per_forward=8192, tp_size=2) == 8192
+    assert tokens(tp_size=2, piecewise_cudagraph_max_tokens=0) == 0
+    assert tokens("qwen3-30b-a3b", max_seqs_per_forward=4096) == 4096
+    assert tokens("qwen3-30b-a3b", max_seqs_per_forward=64) == 1024
+    assert choices(cpu(20))[0].piecewise_tokens == 0
 
 
 @pytest.mark.parametrize("shape", MODELS)

@@ -75,7 +75,9 @@ def cuda(config):
     """``cuda(graphs=0)``: the GPU's runner, with graphs of up to so many rows, and, of other steps, of what is between
     the attentions of up to ``pieces`` tokens; ``flags``: instead of ``FLAGS``."""
 
-    def make(graphs: int = 0, flags: WorkerConfig = FLAGS, pieces: int = 0, pads: bool = True, seen=None) -> Driver:
+    def make(
+        graphs: int = 0, flags: WorkerConfig = FLAGS, pieces: int = 0, has_experts: bool = False, seen=None
+    ) -> Driver:
         from services.worker.attention.cuda import CudaAttention
         from services.worker.runner.cuda.runner import CudaRunner
         from services.worker.runner.cuda.state import DeviceState
@@ -93,7 +95,7 @@ def cuda(config):
             model.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
         runner = CudaRunner(model, cache, attention, sampler, state, limits)
         if graphs:
-            runner.capture(graphs, pieces=pieces, pads=pads)
+            runner.capture(graphs, pieces=pieces, has_experts=has_experts)
         return Driver(runner)
 
     return make
@@ -296,7 +298,7 @@ def test_pages_that_are_too_many_for_a_graph_get_into_the_table(plain, cuda):
 
 def test_steps_of_few_rows_are_not_padded_if_padding_has_a_cost(plain, cuda):
     outcomes, seen = [], []
-    graphs = cuda(8, pads=False, seen=seen)
+    graphs = cuda(8, has_experts=True, seen=seen)
     assert set(seen) == {1, 2, 4, 8}
     for driver in (plain, graphs):
         driver.reset()

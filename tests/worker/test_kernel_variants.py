@@ -135,7 +135,7 @@ def test_random_plans_launch_no_kernel_that_the_rehearsal_did_not(launched, grap
         for plan in plans:
             runner.run(plan)
     if graphs:
-        runner.capture(graphs, pieces=pieces, pads=not model.local.experts)
+        runner.capture(graphs, pieces=pieces, has_experts=bool(model.local.experts))
     for plans in rehearsal.largest(limits):
         runner.reset()
         for plan in plans:

@@ -61,11 +61,10 @@ class WorkerFlags(Config):
     cudagraph_max_size: Annotated[AutoInt, within(8, 8192), Needs("use_cudagraphs"), CudaOnly()] = Field(
         "auto", description="most sequences of a step that is a CUDA graph, 8 to 8192; auto: by the size of a layer"
     )
-    piecewise_cudagraph_max_tokens: Annotated[Int | None, Needs("use_cudagraphs"), CudaOnly()] = Field(
-        None,
-        ge=0,
+    piecewise_cudagraph_max_tokens: Annotated[AutoInt, within(0, 2**31), Needs("use_cudagraphs"), CudaOnly()] = Field(
+        "auto",
         description="most tokens of a step that is no such graph, but graphs of what lies between its attentions; 0:"
-        " none; default: 1024, or, with tp_size=2 or more, max_tokens_per_forward",
+        " none; auto: 1024, or max_tokens_per_forward with tp_size=2 or more, or the slots of a mixture of experts",
     )
     compile_cache_dir: str = Field(
         "~/.cache/tokasaurus", min_length=1, description="where compiled kernels are kept between starts"
@@ -110,7 +109,7 @@ class WorkerFlags(Config):
     def _steps_reach_the_thresholds(self) -> Self:
         for name in ("async_tp_threshold", "piecewise_cudagraph_max_tokens"):
             value, most = getattr(self, name), self.max_tokens_per_forward
-            if most != "auto" and (value or 0) > most:
+            if most != "auto" and value != "auto" and (value or 0) > most:
                 raise ValueError(
                     f"flag {name}={value}: no step has so many tokens with"
                     f" max_tokens_per_forward={self.max_tokens_per_forward}; lower it, or leave it out"
@@ -174,15 +173,12 @@ class ChosenWorkerConfig(WorkerConfig):
     max_seqs_per_forward: Int = 256
     max_tokens_per_forward: Int = 2048
     cudagraph_max_size: Int = 1024
+    piecewise_cudagraph_max_tokens: Int = 0
 
     @property
     def piecewise_tokens(self) -> int:
         """The most tokens of a step that runs as piecewise CUDA graphs; 0 without CUDA graphs."""
-        if not self.use_cudagraphs:
-            return 0
-        if self.piecewise_cudagraph_max_tokens is not None:
-            return self.piecewise_cudagraph_max_tokens
-        return self.max_tokens_per_forward if self.tp_size > 1 else min(1024, self.max_tokens_per_forward)
+        return self.piecewise_cudagraph_max_tokens if self.use_cudagraphs else 0
 
     @property
     def page_count(self) -> int | None:

@@ -274,9 +274,8 @@ def rehearse(runner: CudaRunner, parts: RunnerParts, exchanges: Exchanges, progr
         torch.cuda.empty_cache()  # a capture cannot free cached memory that it needs
         before, began = torch.cuda.mem_get_info()[0], time.monotonic()
         with progress.phase("graphs"):
-            # Padding also chooses experts, whose weights are then read: twice as many for a step of one row.
-            pads = not model.local.experts
-            runner.capture(config.cudagraph_max_size, skinny, config.piecewise_tokens, pads=pads)
+            has_experts = bool(model.local.experts)
+            runner.capture(config.cudagraph_max_size, skinny, config.piecewise_tokens, has_experts=has_experts)
         used, seconds = before - torch.cuda.mem_get_info()[0], time.monotonic() - began
         log.info("graphs captured", gib=_gib(used), seconds=round(seconds, 1))
         for settings in (rehearsal.PLAIN, rehearsal.every_feature(limits)):

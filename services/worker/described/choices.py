@@ -20,7 +20,7 @@ from services.worker.described.shares import local_config
 # The flags that this module chooses.
 NAMES = (
     *("kv_cache_num_tokens", "max_seqs_per_forward", "max_tokens_per_forward"),
-    *("torch_compile", "use_cudagraphs", "cudagraph_max_size"),
+    *("torch_compile", "use_cudagraphs", "cudagraph_max_size", "piecewise_cudagraph_max_tokens"),
 )
 # Tokens of cache per slot. With fewer, sequences are limited by pages instead of slots.
 _TOKENS_PER_SEQUENCE = 160
@@ -31,6 +31,8 @@ _OLDER_RATE = 0.5  # speed of a multiprocessor before compute capability 9.0, re
 # Rows times parameters of a layer from which an H200 runs the layer longer than the host takes to launch it.
 _WORK_PER_LAYER = 6.3e10
 _MOST_GRAPH_ROWS, _FEWEST_GRAPH_ROWS = 1024, 32
+_PIECEWISE_TOKENS = 1024
+_LAUNCHED_SLOWLY = "larger steps take the device longer than the host to launch them"
 # Share of the memory left after the weights that steps, page tables and CUDA graphs may use.
 _SHARE_OF_STEPS = 0.25
 _CPU_SEQUENCES, _CPU_TOKENS, _CPU_CACHE = 256, 2048, 128 * 1024
@@ -144,7 +146,7 @@ class _OnCuda(_Chooser):
         in_layers = sum(active_parameters(local, layer) for layer in local.layers)
         graph_rows = _power_of_two(_WORK_PER_LAYER * len(local.layers) / in_layers)
         rows = max(_FEWEST_GRAPH_ROWS, min(graph_rows, _MOST_GRAPH_ROWS))
-        yield "cudagraph_max_size", rows, "larger steps take the device longer than the host to launch them"
+        yield "cudagraph_max_size", rows, _LAUNCHED_SLOWLY
         cached = self._cached_tokens()
         sequences = max(1, min(_power_of_two(cached / _TOKENS_PER_SEQUENCE), _MOST_SEQUENCES))
         if values["max_tokens_per_forward"] != "auto":
@@ -155,13 +157,15 @@ class _OnCuda(_Chooser):
             f"the cache holds about {cached:,} tokens, {max(1, cached // sequences):,} for each",
         )
         set_by_user = 0 if "max_seqs_per_forward" in self._auto else values["max_seqs_per_forward"]
-        least = max(set_by_user, config.async_tp_threshold or 0, config.piecewise_cudagraph_max_tokens or 0)
+        pieces = 0 if "piecewise_cudagraph_max_tokens" in self._auto else values["piecewise_cudagraph_max_tokens"]
+        least = max(set_by_user, config.async_tp_threshold or 0, pieces)
         rate = device.processors / H200_MULTIPROCESSORS * (1.0 if device.capability >= (9, 0) else _OLDER_RATE)
         parameters = in_layers + local.vocab_size * local.hidden_size / self._ranks.tp_size
         tokens = max(2048, min(_power_of_two(_WORK_PER_STEP * rate / parameters), _MOST_TOKENS))
         tokens = max(least, tokens, values["max_seqs_per_forward"])
         yield "max_tokens_per_forward", tokens, "the largest step takes about 0.2 s or less"
         yield from self._smaller_steps(least)
+        yield "piecewise_cudagraph_max_tokens", self._piecewise_tokens(), _LAUNCHED_SLOWLY
         used = f"; other programs use {_gib(device.total - device.free)} GiB" if self._is_shared else ""
         yield (
             "kv_cache_num_tokens",
@@ -187,8 +191,22 @@ class _OnCuda(_Chooser):
         if self._values["max_seqs_per_forward"] > self._values["max_tokens_per_forward"]:
             yield "max_seqs_per_forward", self._values["max_tokens_per_forward"], reason
 
+    def _piecewise_tokens(self) -> int:
+        """Return the most tokens of a step that the host launches more slowly than the device computes it.
+
+        With several ranks, collectives delay the host. A layer with experts has twice the launches of another.
+        """
+        most: int = self._values["max_tokens_per_forward"]
+        if self._ranks.tp_size > 1:
+            return most
+        local = local_config(self._model, self._ranks, self._layers)
+        slots = self._values["max_seqs_per_forward"] if local.experts else 0
+        return min(most, max(slots, _PIECEWISE_TOKENS))
+
     def _step_bytes(self, **values: Any) -> int:
         """Return the bytes of the largest step, page tables and CUDA graphs. ``values`` override the chosen ones."""
+        if "piecewise_cudagraph_max_tokens" in self._auto.difference(values):
+            values["piecewise_cudagraph_max_tokens"] = self._piecewise_tokens()
         chosen = self._chosen().model_copy(update=values)
         rank = footprint(chosen, self._model, self._ranks, self._layers)
         return rank.step + rank.reserved
@@ -196,7 +214,7 @@ class _OnCuda(_Chooser):
     def _least_bytes(self) -> int:
         """Return ``_step_bytes`` for the smallest sizes."""
         sizes = {"max_seqs_per_forward": 1, "max_tokens_per_forward": 1, "use_cudagraphs": False}
-        return self._step_bytes(**sizes, cudagraph_max_size=_FEWEST_GRAPH_ROWS, piecewise_cudagraph_max_tokens=None)
+        return self._step_bytes(**sizes, cudagraph_max_size=_FEWEST_GRAPH_ROWS, piecewise_cudagraph_max_tokens=1)
 
     def _available_bytes(self) -> int:
         """Return the bytes that are left after weights and margin."""
@@ -225,6 +243,7 @@ class _OnCpu(_Chooser):
         )
         yield "use_cudagraphs", False, "only GPUs have CUDA graphs"
         yield "cudagraph_max_size", _FEWEST_GRAPH_ROWS, "only GPUs have CUDA graphs"
+        yield "piecewise_cudagraph_max_tokens", 0, "only GPUs have CUDA graphs"
         tokens = self._values["max_tokens_per_forward"]
         sequences = _CPU_SEQUENCES if tokens == "auto" else min(_CPU_SEQUENCES, tokens)
         yield "max_seqs_per_forward", sequences, f"enough to keep {device.processors} processors busy"

@@ -103,7 +103,7 @@ def run_as_rank(
         runner = CudaRunner(model, cache, attention, sampler, state, limits, peers, grammars)
         try:
             if graphs:
-                runner.capture(graphs, pieces=pieces, pads=pads)
+                runner.capture(graphs, pieces=pieces, has_experts=not pads)
             outputs = []
             for _ in range(times):
                 runner.reset()

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 # With more than _HOST_BOUND tokens, the device takes longer for a layer than the host takes to launch it, even with
-# several ranks. Then pieces are used only if they need no more than this share of padding.
-_HOST_BOUND, _PADDING = 2048, 1 / 32
+# several ranks. Then pieces are used only if they need no more than this share of padding. For mixtures of experts,
+# the host launches more kernels, and the device reads only some of the weights.
+_HOST_BOUND, _HOST_BOUND_OF_EXPERTS, _PADDING = 2048, 8192, 1 / 32
 
 Launches = Callable[[RotatingAttentionStep], torch.Tensor]
 Replay = Callable[[PreallocatedAttentionStep], None]
@@ -46,8 +47,11 @@ class StepPieces:
         peers: Peers,
         largest: int,
         device: torch.device,
+        *,
+        has_experts: bool,
     ) -> None:
         """Capture the pieces of steps of up to ``largest`` tokens."""
+        self._host_bound = _HOST_BOUND_OF_EXPERTS if has_experts else _HOST_BOUND
         self._forward, self._attention, self._peers = forward, attention, peers
         self._sizes = sorted({padded(size, peers.grain) for size in piece_sizes(largest)})
         most = self._sizes[-1]
@@ -73,7 +77,7 @@ class StepPieces:
         if tokens > self._sizes[-1]:
             return None
         size = self._sizes[bisect_left(self._sizes, tokens)]
-        return None if size > _HOST_BOUND and size - tokens > tokens * _PADDING else size
+        return None if size > self._host_bound and size - tokens > tokens * _PADDING else size
 
     def run(
         self,

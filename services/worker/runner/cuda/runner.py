@@ -83,16 +83,20 @@ class CudaRunner:
 
     @torch.inference_mode()
     def capture(
-        self, largest: int, skinny: "SkinnyDecoder | None" = None, pieces: int = 0, *, pads: bool = True
+        self, largest: int, skinny: "SkinnyDecoder | None" = None, pieces: int = 0, *, has_experts: bool = False
     ) -> None:
         """Capture decode steps of up to ``largest`` rows, and piecewise graphs for steps of up to ``pieces`` tokens.
 
-        ``skinny``: a faster decoder for few rows. ``pads``: the smallest graphs are padded to ``grain``.
+        ``skinny``: a faster decoder for few rows. ``has_experts``: the model is a mixture of experts.
         """
         if pieces:
-            self._pieces = StepPieces(self._forward, self._attention, self._peers, pieces, self._device)
+            self._pieces = StepPieces(
+                self._forward, self._attention, self._peers, pieces, self._device, has_experts=has_experts
+            )
         parts = self._forward, skinny, self.cache, self._attention, self._sampler, self._state, self._slots
-        self._graphs = DecodeGraphs(*parts, self._ring, min(largest, self.limits.max_slots), self._peers, pads=pads)
+        # Padding also chooses experts, whose weights are then read: twice as many for a step of one row.
+        most, pads = min(largest, self.limits.max_slots), not has_experts
+        self._graphs = DecodeGraphs(*parts, self._ring, most, self._peers, pads=pads)
 
     @torch.inference_mode()
     def reset(self) -> None:
