@@ -76,7 +76,8 @@ class Pool:
         missing = np.maximum(longest - self.slots.page_count[running], 0)
         if self.shape.window_tokens:
             held = self.slots.page_count[running] - self.slots.left_behind[running]
-            missing = np.minimum(missing, np.maximum(self.shape.window_pages - held, 0))
+            within = np.minimum(missing, np.maximum(self.shape.window_pages - held, 0))
+            missing = np.where(self.slots.lent_pages[running] > 0, missing, within)
         return self.pages.in_use + int(missing.sum()) <= self.pages.size
 
     def close(self) -> None:

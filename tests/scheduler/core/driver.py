@@ -196,6 +196,10 @@ def check(core: Scheduler) -> None:
         owners.update(pages[max(first, depth) :])
         users.update(path_of(tree, node, first))
         assert first <= shape.pages_left_behind(slots.scheduled[slot])
+        if shape.window_tokens:
+            known = slots.tokens[slot, first * shape.page_size : slots.known[slot]]
+            held = pool.tokens[pages[first:]].ravel()[: len(known)]
+            assert held.tolist() == known[: len(held)].tolist()
     for request in state.pool.sharing:
         share = request.share
         if share.ready_step:

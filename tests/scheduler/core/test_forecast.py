@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
@@ -95,6 +95,16 @@ def test_the_curve_equals_a_naive_simulation(driver):
     curve = curve_of(driver)
     assert curve.tolist() == simulate(driver, len(curve))
     assert curve.max() <= driver.core.state.pool.pages.size
+
+
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
+@given(drivers())
+def test_a_pool_that_is_too_small_for_all_limits_does_not_hold_the_longest(driver):
+    pool = driver.core.state.pool
+    assume(not pool.prefilling)
+    pool.slots.end_step[pool.slots.running_slots()] += pool.shape.max_context_tokens
+    pool.pages.size = max(simulate(driver, 2 * pool.shape.max_context_tokens)) - 1
+    assert not pool.holds_longest()
 
 
 @settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))

@@ -65,7 +65,8 @@ class AdmissionControl:
         held = candidates.pages - candidates.left_behind
         largest = held + growth(candidates, shape.page_size)[1]
         if shape.window_tokens:
-            largest = np.minimum(largest, np.maximum(held, shape.window_pages))
+            within = np.minimum(largest, np.maximum(held, shape.window_pages))
+            largest = np.where(candidates.lent > 0, largest, within)
         end = int(candidates.end[head])
         start = _first_gap(curve + largest[head] > limit, end)
         curve[start : start + end] += largest[head]
