@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.model.json_object import read_json
+from services.worker.boot import compilation
 from services.worker.boot.common import boot
 from services.worker.described.foreign import choose_implementation
 from tests.foreign_models import ARCHITECTURES, make_foreign_checkpoint
@@ -86,6 +88,26 @@ def test_greedy_tokens_are_those_of_transformers(architecture, foreign, referenc
     driver.reset()
     assert driver.generate(prompts[:1], TOKENS) == answers[:1]
     driver.runner.close()
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """What other tests compiled is forgotten, and so is what this one does."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+@pytest.mark.parametrize("architecture", ["cohere2", "qwen2_moe"])
+def test_a_compiled_model_gives_the_tokens_of_transformers(architecture, foreign, reference):
+    driver, prompts = started(foreign(architecture), torch_compile=True), [prompt_of(50), prompt_of(3, 1)]
+    answers = driver.generate(prompts, TOKENS, chunk=17)
+    assert answers == [choices(reference(foreign(architecture)), *each) for each in zip(prompts, answers, strict=True)]
+    assert compilation.recompilations() == 0
 
 
 @pytest.mark.parametrize("architecture", ["cohere2", "gpt2"])
@@ -173,9 +195,7 @@ def test_code_of_transformers_that_cannot_run_is_refused_before_weights_are_read
         started(tmp_path, model_impl="transformers")
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"), [("tp_size", 2), ("pp_size", 2), ("quantization", "fp8"), ("torch_compile", True)]
-)
+@pytest.mark.parametrize(("flag", "value"), [("tp_size", 2), ("pp_size", 2), ("quantization", "fp8")])
 def test_flags_that_it_does_not_support_are_refused(flag, value):
     with pytest.raises(InvalidRequest, match=f"flag {flag}=.*ArceeForCausalLM runs through transformers") as caught:
         choose_implementation(OTHER, WorkerConfig(**{flag: value}))

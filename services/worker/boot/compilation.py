@@ -1,4 +1,6 @@
-"""torch.compile for the model's layers: one layer is compiled, for any number of tokens, and all layers run its code.
+"""torch.compile for the model's layers, for any number of tokens.
+
+Of a native model one layer is compiled, and all layers run its code.
 
 All compilation ends with the boot. A worker without torch.compile does not import the compiler, because this takes as
 long as importing the rest of torch.
@@ -13,9 +15,7 @@ from typing import Any
 import torch
 
 from services.common.errors import InvalidRequest
-from services.worker.attention.compiled import FIRST_LAYER
 from services.worker.models.base import RankModel
-from services.worker.models.decoder import DecoderLayer, DecoderModel
 
 # Compilers treat sizes 0 and 1 as constants.
 _SMALLEST_DYNAMIC = 2
@@ -41,18 +41,13 @@ _kernels = 0  # variants of Triton kernels that were made since the warm-up
 
 
 def compile_model(model: RankModel) -> None:
-    """Replace the layers of ``model`` by one compiled graph, for any number of tokens from 2 on.
+    """Replace the layers of ``model`` by compiled graphs, for any number of tokens from 2 on.
 
     Compilation happens at the first calls, in the warm-up. A layer that selects tokens (``keep``), a layer without a
     ``delta`` and each strategy of exchanging activations compile a separate graph. So does a step of one token or one
     kept token; CUDA has no such steps, because their batches are padded.
-
-    Raises ``TypeError`` if ``model`` is not a ``DecoderModel``.
     """
     import torch._dynamo
-
-    if not isinstance(model, DecoderModel):
-        raise TypeError(f"{type(model).__name__} has no layers that can be compiled")
 
     global _ready
     _ready = False
@@ -60,18 +55,22 @@ def compile_model(model: RankModel) -> None:
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
     # Compilers suggest to compute float32 with fewer bits. The results of a float32 model must keep full precision.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
-    compiled = torch.compile(DecoderLayer.forward, dynamic=True, fullgraph=True, options=_OPTIONS)
+    model.compile_layers(_compiled)
 
-    def run_layer(layer: DecoderLayer, index: int, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+
+def _compiled(function: Callable[..., Any], dimension: int) -> Callable[..., Any]:
+    """Return ``function`` as one compiled graph. ``dimension`` of its tensors is the number of tokens."""
+    compiled = torch.compile(function, dynamic=True, fullgraph=True, options=_OPTIONS)
+
+    def run(*arguments: Any, **named: Any) -> Any:
         if not _ready:
-            for each in arguments:
+            for each in (*arguments, *named.values()):
                 # Otherwise the compiler assumes that sizes which are equal at the first call are always equal.
-                if isinstance(each, torch.Tensor) and each.shape[0] >= _SMALLEST_DYNAMIC:
-                    torch._dynamo.mark_dynamic(each, 0)
-        outcome: tuple[torch.Tensor, torch.Tensor | None] = compiled(layer, index + FIRST_LAYER, *arguments)
-        return outcome
+                if isinstance(each, torch.Tensor) and each.shape[dimension] >= _SMALLEST_DYNAMIC:
+                    torch._dynamo.mark_dynamic(each, dimension)
+        return compiled(*arguments, **named)
 
-    model.run_layer = run_layer
+    return run
 
 
 def compilations() -> int:
@@ -118,14 +117,18 @@ def forbid_recompilation() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def refusing_what_cannot_be_compiled() -> Iterator[None]:
-    """Turn a failure of torch's compiler, such as a missing C++ compiler, into ``InvalidRequest``."""
+    """Turn a failure of torch's compiler into ``InvalidRequest``.
+
+    A C++ compiler may be missing, or the model's code may depend on values.
+    """
     from torch._dynamo.exc import TorchDynamoException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     try:
         yield
-    except TorchDynamoException as error:
+    except (TorchDynamoException, GuardOnDataDependentSymNode) as error:
         raise InvalidRequest(
-            f"flag torch_compile=T: torch cannot compile here ({str(error).strip().splitlines()[0]});"
-            " install a C++ compiler or leave the flag out",
+            f"flag torch_compile=T: torch cannot compile this model here ({str(error).strip().splitlines()[0]});"
+            " install a C++ compiler if there is none, or leave the flag out",
             field="torch_compile",
         ) from error

@@ -178,9 +178,9 @@ def _rope_settings(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _refuse_flags(config: WorkerConfig, name: str) -> None:
-    for flag, supported in (("tp_size", 1), ("pp_size", 1), ("quantization", "none"), ("torch_compile", False)):
+    for flag, supported in (("tp_size", 1), ("pp_size", 1), ("quantization", "none")):
         value = getattr(config, flag)
-        if value not in (supported, "auto"):
+        if value != supported:
             raise InvalidRequest(
                 f"flag {flag}={value}: {name} runs through transformers, which supports {flag}={supported} only;"
                 f" use {flag}={supported}, or a model of {', '.join(ARCHITECTURES)}",

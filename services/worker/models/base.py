@@ -1,7 +1,8 @@
 """The interface of models, which runners compute, and of their sources, from which the boot makes them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -12,6 +13,10 @@ from services.worker.described.config import ModelConfig, Windows
 from services.worker.described.ranks import Ranks
 from services.worker.layers.rotary import RotationTables
 from services.worker.parallel.exchange import ALONE, Exchange
+
+# Returns a function as one compiled graph. The arguments are the function and the dimension of its tensors that is the
+# number of tokens.
+Compile: TypeAlias = Callable[[Callable[..., Any], int], Callable[..., Any]]
 
 
 class RankModel(nn.Module, ABC):
@@ -58,6 +63,10 @@ class RankModel(nn.Module, ABC):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits ``[rows, vocab_size]`` float32 of ``hidden [rows, hidden_size]``."""
         return self.project(hidden).float()
+
+    @abstractmethod
+    def compile_layers(self, compiled: Compile) -> None:
+        """Replace the layers by what ``compiled`` makes of them. Call it before the first step."""
 
     @abstractmethod
     def attention_layers(self) -> list[LayerAttention]:

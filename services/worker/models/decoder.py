@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from services.worker.attention.base import AttentionStep, LayerAttention, RotatingAttentionStep
+from services.worker.attention.compiled import FIRST_LAYER
 from services.worker.described.checkpoint import norm_names
 from services.worker.described.config import ModelConfig, Windows
 from services.worker.described.layer import AnyValue, ExpertsConfig, LayerConfig, SupportedValues, undeclared
@@ -19,7 +20,7 @@ from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import AnyLinear, Linear, LinearMaker
 from services.worker.layers.rotary import Rotary
 from services.worker.models.attention import Attention
-from services.worker.models.base import RankModel
+from services.worker.models.base import Compile, RankModel
 from services.worker.models.experts import Experts
 from services.worker.models.load_targets import load_targets
 from services.worker.models.mlp import Mlp
@@ -267,7 +268,7 @@ class DecoderModel(RankModel):
             Rotary(rope, config.rotated_dim, config.max_context_tokens, dtype, device, head_dim=config.head_dim)
             for rope in config.ropes
         ]
-        # ``compile_model`` replaces this function. All layers run the same code.
+        # ``compile_layers`` replaces this function.
         self.run_layer: RunLayer = DecoderLayer.forward
 
     @property
@@ -304,6 +305,11 @@ class DecoderModel(RankModel):
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.vocabulary.project(self.kernels.quantize(hidden) if self.quantizes else hidden)
+
+    def compile_layers(self, compiled: Compile) -> None:
+        run = compiled(DecoderLayer.forward, 0)
+        # All layers run the same code.
+        self.run_layer = lambda layer, index, *arguments: run(layer, index + FIRST_LAYER, *arguments)
 
     def attention_layers(self) -> list[LayerAttention]:
         return [layer.attention.rules for layer in self.layers]

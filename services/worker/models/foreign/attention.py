@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from services.worker.attention.base import AttentionStep, RotatingAttentionStep
+from services.worker.attention.compiled import FIRST_LAYER
 
 NAME = "tokasaurus"  # of the attention function, in ``config._attn_implementation``
 LAYER = "tokasaurus_layer"  # attribute of an attention module: the number of its layer
@@ -18,6 +19,9 @@ LAYER = "tokasaurus_layer"  # attribute of an attention module: the number of it
 HEAD_DIM = "tokasaurus_head_dim"
 
 AnyStep = AttentionStep | RotatingAttentionStep
+
+# Attribute of the attention modules of a compiled model: the proxy of the active step, see ``attention/compiled.py``.
+PROXY = "tokasaurus_proxy"
 
 # The signature of attention functions has no argument for the step, so it is a variable of the calling thread.
 _active = threading.local()
@@ -47,7 +51,12 @@ def attend(
     value_size]`` are rotated. Returns ``[1, tokens, heads, value_size]``. The step follows the rules that were recorded
     when the model was made, so scale, mask and other arguments are not read.
     """
-    layer, head_dim, step = getattr(module, LAYER), getattr(module, HEAD_DIM), _active.step
+    layer, head_dim = getattr(module, LAYER), getattr(module, HEAD_DIM)
+    step = getattr(module, PROXY, None)
+    if step is None:
+        step = _active.step
+    elif torch.compiler.is_compiling():
+        layer += FIRST_LAYER
     tokens, heads, value_size = query.shape[2], query.shape[1], value.shape[3]
     queries, keys, values = (_padded(each[0].transpose(0, 1), head_dim) for each in (query, key, value))
     if step.rotates:

@@ -1,6 +1,7 @@
 """A model whose layers transformers computes, in the form in which the runners use models."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -8,11 +9,12 @@ import torch
 from torch import nn
 
 from services.worker.attention.base import AttentionStep, LayerAttention, RotatingAttentionStep
+from services.worker.attention.compiled import TraceableRotation, TraceableStep
 from services.worker.described.config import ModelConfig, Windows
 from services.worker.described.layer import ExpertsConfig
 from services.worker.described.ranks import ALONE as ONE_RANK
 from services.worker.layers.kernels import LayerKernels
-from services.worker.models.base import RankModel
+from services.worker.models.base import Compile, RankModel
 from services.worker.models.foreign import attention as attention_function
 from services.worker.models.foreign.experts import OPERATOR, activation_of, matrices_of
 from services.worker.models.foreign.probe import AttentionCall, base_of, inputs_of
@@ -69,13 +71,14 @@ class ForeignModel(RankModel):
         calls: list[AttentionCall],
         dtype: torch.dtype,
         device: torch.device,
-        kernels: LayerKernels,
+        kernels: LayerKernels | None,
     ) -> None:
         """Take ``skeleton`` and its attention ``calls``, which ``config`` describes, as ``laid_out`` for ``device``."""
         super().__init__()
         self.config = self.local = config
         self.dtype, self.device = dtype, device
         self.skeleton, self.base = skeleton, base_of(skeleton)
+        self._run_base: Callable[..., Any] = self.base.__call__
         self.windows: Windows = config.windows
         self.layer_range = range(len(config.layers))
         nothing = torch.empty(config.max_context_tokens, 0, device=device)
@@ -85,7 +88,7 @@ class ForeignModel(RankModel):
             setattr(call.module, attention_function.LAYER, layer)
             setattr(call.module, attention_function.HEAD_DIM, config.head_dim)
         for module in skeleton.modules():
-            if (activation := activation_of(module)) is not None:
+            if kernels is not None and (activation := activation_of(module)) is not None:
                 setattr(module, OPERATOR, (kernels, activation))
         # The vocabulary head, with all that the architecture does to logits.
         self._head = copy.copy(skeleton)
@@ -101,12 +104,19 @@ class ForeignModel(RankModel):
         exchange: Exchange = ALONE,
     ) -> torch.Tensor:
         with attention_function.running(attention):
-            hidden: torch.Tensor = self.base(**inputs_of(inputs.long(), positions.long())).last_hidden_state[0]
+            hidden: torch.Tensor = self._run_base(**inputs_of(inputs.long(), positions.long())).last_hidden_state[0]
         return hidden if keep is None else hidden.index_select(0, keep)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
+
+    def compile_layers(self, compiled: Compile) -> None:
+        config, on_cuda = self.config, self.device.type == "cuda"
+        proxy = TraceableRotation(config.heads * config.head_dim) if on_cuda else TraceableStep()
+        for call in self._calls:
+            object.__setattr__(call.module, attention_function.PROXY, proxy)  # it is no part of the module
+        self._run_base = compiled(self.base.forward, 1)
 
     def attention_layers(self) -> list[LayerAttention]:
         return [_rules(call) for call in self._calls]

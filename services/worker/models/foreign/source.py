@@ -43,7 +43,9 @@ class ForeignSource(ModelSource):
         ranks: Ranks,
         layers: range,
     ) -> ForeignModel:
-        kernels = make_kernels(device, dtype, compiled=config.torch_compile)
+        # The operator for CPUs reads values, so it cannot be compiled. That of transformers can.
+        in_graph = config.torch_compile and device.type == "cpu"
+        kernels = None if in_graph else make_kernels(device, dtype, compiled=config.torch_compile)
         return ForeignModel(described, self._skeleton, self._calls, dtype, device, kernels)
 
     def fill(self, model: RankModel, *, dummy: bool) -> None:
