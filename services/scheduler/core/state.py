@@ -75,8 +75,10 @@ class Pool:
         longest = -(-(self.slots.limit[running] - 1) // self.pages.page_size)
         missing = np.maximum(longest - self.slots.page_count[running], 0)
         if self.shape.window_tokens:
-            held = self.slots.page_count[running] - self.slots.left_behind[running]
-            within = np.minimum(missing, np.maximum(self.shape.window_pages - held, 0))
+            # Other sequences may hold a page of the tree that one leaves behind, so only own pages make room.
+            first = np.maximum(self.slots.left_behind[running], self.tree.depth[self.slots.node[running]])
+            own = self.slots.page_count[running] - first
+            within = np.minimum(missing, np.maximum(self.shape.window_pages - own, 0))
             missing = np.where(self.slots.lent_pages[running] > 0, missing, within)
         return self.pages.in_use + int(missing.sum()) <= self.pages.size
 
