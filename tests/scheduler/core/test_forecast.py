@@ -100,6 +100,7 @@ def test_the_curve_equals_a_naive_simulation(driver):
 @settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(drivers())
 def test_a_pool_that_is_too_small_for_all_limits_does_not_hold_the_longest(driver):
+    assume(not driver.core.state.pool.prefilling)
     assert not holds_longest_in_too_few_pages(driver)
 
 
@@ -116,7 +117,6 @@ def test_pages_that_one_of_two_sequences_leaves_behind_are_in_use():
 def holds_longest_in_too_few_pages(driver: Driver) -> bool:
     """Take a page from the pool that all sequences would need if they ran to their limits."""
     pool = driver.core.state.pool
-    assume(not pool.prefilling)
     pool.slots.end_step[pool.slots.running_slots()] += pool.shape.max_context_tokens
     pool.pages.size = max(simulate(driver, 2 * pool.shape.max_context_tokens)) - 1
     return pool.holds_longest()
