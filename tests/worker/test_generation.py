@@ -83,6 +83,13 @@ def test_a_compiled_model_has_a_window_in_some_of_its_layers(checkpoint, referen
     assert tokens == greedy(reference(directory), prompt, 12)
 
 
+@pytest.mark.slow
+def test_a_compiled_model_has_experts(checkpoint, reference, runner_for):
+    directory, prompt = checkpoint("gpt_oss"), prompt_of(33)
+    (tokens,) = runner_for(directory, torch_compile=True).generate([prompt], 12, chunk=25)
+    assert tokens == greedy(reference(directory), prompt, 12)
+
+
 @pytest.mark.parametrize(("dtype", "bounds"), [("float16", (0.06, 0.01, 0.97)), ("bfloat16", (0.25, 0.05, 0.93))])
 def test_shorter_floats_agree_in_log_probabilities(dtype, bounds, checkpoint, reference, runner_for):
     driver = runner_for(dtype=dtype)

@@ -1,12 +1,13 @@
 """A mixture of experts in plain torch, for all devices and dtypes: the reference for all other implementations."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from services.worker.described.layer import Activation, RouterConfig
 from services.worker.layers.activations import gated
+from services.worker.layers.operators import operator
 
 # Added to the sum of sigmoids before weights are divided by it, as in transformers.
 LEAST_SUM = 1e-20
@@ -62,6 +63,19 @@ def mix(x: torch.Tensor, routes: Routes, weights: ExpertWeights, activation: Act
 
     ``x`` is ``[tokens, hidden_size]``. Experts of other ranks are left out. Sums are in float32.
     """
+    mixed: torch.Tensor = torch.ops.tokasaurus.mix_experts_plain(x, *routes, *weights, activation)
+    return mixed
+
+
+@operator(
+    "mix_experts_plain(Tensor x, Tensor experts, Tensor routed, Tensor gate_up, Tensor down, Tensor? gate_up_bias,"
+    " Tensor? down_bias, int first, Tensor? gate_up_scale, Tensor? down_scale, str activation) -> Tensor",
+    lambda x, *_: x.new_empty(x.shape),
+)
+def _mix(x: torch.Tensor, experts: torch.Tensor, routed: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Compute ``mix``. This is a custom operator, because the number of tokens of an expert depends on data."""
+    *fields, activation = arguments
+    routes, weights = Routes(experts, routed), ExpertWeights(*fields)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for index in range(weights.gate_up.shape[0]):
         tokens, choices = torch.where(routes.experts == weights.first + index)
