@@ -144,7 +144,7 @@ def test_many_tokens_are_padded_by_little_or_launched_one_by_one(tokens, size):
     from services.worker.runner.cuda.pieces import StepPieces
 
     found = StepPieces.__new__(StepPieces)
-    found._sizes = piece_sizes(8192)
+    found._sizes, found._host_bound = piece_sizes(8192), 2048
     assert found.find(tokens) == size
 
 
