@@ -23,6 +23,7 @@ LIMITS = {
     "contexts of one token": WorkerLimits(16, 1, 64, 256, 1, 500, 20, hydragen=True),
     "pages of one token": WorkerLimits(1, 1000, 64, 256, 1000, 500, 20, hydragen=True),
     "grammars": replace(USUAL, grammars=True),
+    "a window in every layer": replace(USUAL, hydragen=False, window_tokens=40),
     "a small vocabulary": WorkerLimits(16, 1000, 64, 256, 4096, 7, 20, hydragen=True),
 }
 

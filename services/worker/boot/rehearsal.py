@@ -137,7 +137,8 @@ def every_kind(limits: WorkerLimits) -> Iterator[Iterator[Plan]]:
     """
     most = min(limits.max_slots, limits.max_tokens_per_step)
     longest = limits.max_context_tokens
-    grouped = {False, limits.page_size < longest}  # groups need room for a token after a prefix of one page
+    # Groups need room for a token after a prefix of one page.
+    grouped = {False, limits.hydragen and limits.page_size < longest}
     size = min(longest, limits.max_tokens_per_step // 2, 3 * limits.page_size + 1)
     beside = min(3, limits.max_slots - 1, limits.max_tokens_per_step - size)
     sizes, few = {1, min(9, most), min(_MANY, most)}, {1, min(9, most), min(_GUIDED, most)}
