@@ -36,7 +36,9 @@ class VocabularyLayers(nn.Module):
         super().__init__()
         self._size, self._ranks, self._tied = config.vocab_size, ranks, config.tied_embeddings
         self._share, self._padding = vocabulary_of(config, ranks)
-        self._multiplier, self._soft_cap = config.embedding_multiplier, config.final_soft_cap
+        self._soft_cap = config.final_soft_cap
+        # transformers also rounds the multiplier to the model's dtype, which is the default one here.
+        self._multiplier = float(torch.tensor(config.embedding_multiplier, device="cpu"))
         # A quantized head is a separate copy even if it is tied, because the embedding is not quantized.
         separate = quantizes or not config.tied_embeddings
         self.embedding = self.head = None
@@ -60,8 +62,7 @@ class VocabularyLayers(nn.Module):
         return self._scaled(rows.masked_fill(absent.unsqueeze(1), 0))
 
     def _scaled(self, rows: torch.Tensor) -> torch.Tensor:
-        # transformers also rounds the multiplier to the model's dtype.
-        return rows if self._multiplier == 1 else rows * rows.new_tensor(self._multiplier)
+        return rows if self._multiplier == 1 else rows * self._multiplier
 
     def project(self, hidden: torch.Tensor | Quantized) -> torch.Tensor:
         """Return the logits of the whole vocabulary, ``[rows, vocab_size]``.
