@@ -61,7 +61,7 @@ def growth(sequences: Sequences, page_size: int) -> tuple[np.ndarray, np.ndarray
 
 
 class Leaving(NamedTuple):
-    """When sequences leave pages behind. Columns are int64 ``[sequences]``."""
+    """The times at which sequences leave pages behind. Columns are int64 ``[sequences]``."""
 
     first: np.ndarray  # first step of this
     at_once: np.ndarray  # number of leading pages that are left behind at that step

@@ -21,7 +21,7 @@ class ForeignSource(ModelSource):
     """A directory with a model that transformers computes. It makes one ``ForeignModel``."""
 
     def __init__(self, directory: Path, raw: Mapping[str, Any], described: ModelConfig, dtype: torch.dtype) -> None:
-        """Find out what the layers ask of their attention. ``raw`` is the content of ``config.json``.
+        """Record the arguments that the layers pass to their attention. ``raw`` is the content of ``config.json``.
 
         ``described`` is the estimate of ``read_foreign``. Raises ``InvalidRequest`` if the worker cannot run the model.
         """
