@@ -125,3 +125,11 @@ def gate(monkeypatch):
     monkeypatch.setattr(StepRunner, "run", gated)
     yield opened
     opened.set()
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Forget what torch has compiled, before the test and after it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

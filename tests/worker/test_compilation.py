@@ -2,7 +2,6 @@
 
 import copy
 import sys
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 
@@ -57,14 +56,6 @@ class Pair:
         exact = self._model(token_ids, positions, OpaqueStep(), keep)
         assert compiled.shape == exact.shape
         assert (compiled - exact).norm() / exact.norm() < 0.03
-
-
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    """What other tests compiled is forgotten, and so is what this one does."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow

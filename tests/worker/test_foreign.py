@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
@@ -88,14 +87,6 @@ def test_greedy_tokens_are_those_of_transformers(architecture, foreign, referenc
     driver.reset()
     assert driver.generate(prompts[:1], TOKENS) == answers[:1]
     driver.runner.close()
-
-
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    """What other tests compiled is forgotten, and so is what this one does."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow

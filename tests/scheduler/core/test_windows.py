@@ -117,7 +117,7 @@ def test_pages_that_are_left_behind_can_be_taken_and_no_others(sequences, data):
         if ends:
             node, first, _ = running.pop(data.draw(st.integers(0, len(running) - 1)))
             tree.detach(node, first)
-        # A node may lose its number once nobody holds it, so its sequence must not name it any more.
+        # A node without holders may lose its number, so the sequence must not name it any more.
         running = [each for each in running if each[1] < len(each[2])]
         held = {page for _, first, path in running for page in path[first:]}
         assert pool.in_use == len(held)
