@@ -16,6 +16,7 @@ from services.common.boundaries import undo_on_error_async
 from services.common.errors import FailedPrecondition, StoreUnavailable
 from services.gateway.store.engines import LOCK_TIMEOUT_S, make_engine
 from services.gateway.store.health import StoreHealth, diagnose
+from services.gateway.store.sqlite import SqliteConnections
 from services.gateway.store.tables import Base, SchemaVersion
 
 # Version of the schema in ``tables``. Raise it with each change there. So far, every change has only added tables,
@@ -29,17 +30,18 @@ MIGRATION_LOCK = 0x746F6B61  # number of the advisory lock of PostgreSQL that a 
 class Store:
     """An open database, created by ``open``. All methods run on the gateway's event loop."""
 
-    def __init__(self, url: str, engine: AsyncEngine, health: StoreHealth) -> None:
+    def __init__(self, url: str, health: StoreHealth) -> None:
         self._url = url
-        self._engine = engine
         self._health = health
-        self._path = _path_of(engine)
+        self._sqlite = SqliteConnections()
+        self._engine = make_engine(url, health, self._sqlite)
+        self._path = _path_of(self._engine)
         self._file: tuple[int, int] | None = None  # identity of the file at ``_path``, once it is open
         self._reopening = asyncio.Lock()
         # SQLite has one writer at a time, and a second one polls. Writers of this process wait for this lock instead.
-        self._writer_lock = asyncio.Lock() if engine.dialect.name == "sqlite" else None
-        self._read = async_sessionmaker(engine, expire_on_commit=False)
-        self._write = async_sessionmaker(engine.execution_options(toka_writes=True), expire_on_commit=False)
+        self._writer_lock = asyncio.Lock() if self._engine.dialect.name == "sqlite" else None
+        self._read = async_sessionmaker(self._engine, expire_on_commit=False)
+        self._write = async_sessionmaker(self._engine.execution_options(toka_writes=True), expire_on_commit=False)
 
     @classmethod
     async def open(cls, url: str, health: StoreHealth | None = None) -> "Store":
@@ -47,8 +49,7 @@ class Store:
 
         Raises StoreUnavailable for a transient error, and other TokaErrors for a database that cannot be used.
         """
-        health = health or StoreHealth()
-        store = cls(url, make_engine(url, health), health)
+        store = cls(url, health or StoreHealth())
         async with undo_on_error_async(store.close):
             await store._migrate()
         return store
@@ -152,8 +153,9 @@ class Store:
             self._writer_lock.release()
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, and wait for the statements of cancelled tasks."""
         await self._engine.dispose()
+        await self._sqlite.stopped()
 
 
 def _is_current(connection: Connection) -> bool:

@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from services.common.errors import InvalidRequest
 from services.gateway.store.health import StoreHealth
+from services.gateway.store.sqlite import SqliteConnections
 
 LOCK_TIMEOUT_S = 30  # SQLite has one writer at a time
 # Seconds by driver, to connect and for one statement. The slowest statement took 0.1 s with 100,000 rows per table. A
@@ -26,9 +27,16 @@ _STATEMENTS = 32  # prepared statements cached per connection, 10 KB each. Lists
 _FRESH = "toka_fresh"  # marks a connection that has run no statement
 
 
-def make_engine(url: str, health: StoreHealth | None = None, *, migrating: bool = False) -> AsyncEngine:
+def make_engine(
+    url: str,
+    health: StoreHealth | None = None,
+    sqlite: SqliteConnections | None = None,
+    *,
+    migrating: bool = False,
+) -> AsyncEngine:
     """Return an engine for ``url`` without connecting. Timeouts in the query of ``url`` replace the default ones.
 
+    ``sqlite`` opens the connections if ``url`` names a SQLite database.
     ``migrating``: statements have ``MIGRATION_TIMEOUT_S``, or the timeout of the URL if that is longer.
     Raises InvalidRequest for a URL that no installed driver accepts, and StoreUnavailable if the directory of a SQLite
     database cannot be created.
@@ -37,7 +45,7 @@ def make_engine(url: str, health: StoreHealth | None = None, *, migrating: bool 
         parsed = make_url(url)
         parsed = parsed.set(drivername=_DRIVERS.get(parsed.drivername, parsed.drivername))
         if parsed.get_backend_name() == "sqlite":
-            return _make_sqlite_engine(parsed)
+            return _make_sqlite_engine(parsed, sqlite or SqliteConnections())
         return _make_server_engine(parsed, migrating=migrating)
     except (ArgumentError, InvalidRequestError, NoSuchModuleError, ImportError, ValueError) as error:
         raise InvalidRequest(
@@ -89,12 +97,12 @@ def _disconnect_on_timeout(context: ExceptionContext) -> None:
         context.is_disconnect = context.invalidate_pool_on_disconnect = True
 
 
-def _make_sqlite_engine(url: URL) -> AsyncEngine:
+def _make_sqlite_engine(url: URL, connections: SqliteConnections) -> AsyncEngine:
     if url.database:
         Path(url.database).parent.mkdir(parents=True, exist_ok=True)
     arguments = {"timeout": LOCK_TIMEOUT_S, "cached_statements": _STATEMENTS}
     arguments = {name: value for name, value in arguments.items() if name not in url.query}
-    engine = create_async_engine(url, connect_args=arguments)
+    engine = create_async_engine(url, connect_args={"async_creator_fn": connections.connect, **arguments})
     event.listen(engine.sync_engine, "connect", _prepare_sqlite)
     event.listen(engine.sync_engine, "begin", _begin_sqlite)
     return engine
