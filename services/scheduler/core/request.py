@@ -38,6 +38,15 @@ class FinishReason(enum.IntEnum):
     CANCELLED = 3
     DEADLINE = 4
     ERROR = 5
+    ABORTED = 6
+
+
+class PauseMode(enum.IntEnum):
+    """Treatment of accepted requests while the scheduler is paused. Numbered as in the contract."""
+
+    KEEP = 1  # they stop where they are, and continue when the scheduler is resumed
+    WAIT = 2  # they finish; requests that are accepted later wait
+    ABORT = 3  # they end with the tokens that they have
 
 
 @dataclass(eq=False)

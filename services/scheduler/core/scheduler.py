@@ -18,7 +18,7 @@ from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.queue.deadlines import Deadlines
-from services.scheduler.core.request import FinishReason, Request, Sample
+from services.scheduler.core.request import FinishReason, PauseMode, Request, Sample
 from services.scheduler.core.state import State
 from services.scheduler.core.step.planner import Planner
 from services.scheduler.core.step.results import Results
@@ -128,6 +128,43 @@ class Scheduler:
         self._end_broken()
         return len(live)
 
+    # -- pauses
+
+    def pause(self, mode: PauseMode, *, recompute: bool = False) -> int:
+        """Stop to plan until ``resume``. With ``WAIT``, only once every request accepted before has finished.
+
+        ``recompute`` preempts all running sequences, so that their tokens are computed again after the pause. Return
+        the number of samples that ``ABORT`` ended. A pause replaces an earlier one.
+        """
+        queue = self.state.queue
+        queue.pause = mode
+        queue.waiting.admitted_before = self._intake.arrivals if mode is PauseMode.WAIT else None
+        aborted = []
+        if mode is PauseMode.ABORT:
+            aborted = [each for request in queue.requests.values() for each in request.samples if not each.finished]
+            self._end(aborted, FinishReason.ABORTED)
+        if recompute and self.state.attached:
+            self._lifecycle.preempt_all()
+        return len(aborted)
+
+    def resume(self) -> None:
+        """Plan again. Does nothing if the core is not paused."""
+        self.state.queue.pause = self.state.queue.waiting.admitted_before = None
+
+    @property
+    def is_paused(self) -> bool:
+        """True if a pause has begun: no plan is in flight, and none is made before ``resume``."""
+        queue = self.state.queue
+        if queue.pause is None or self._pending:
+            return False
+        before = queue.waiting.admitted_before
+        oldest = next(iter(queue.requests.values()), None)  # requests are in order of arrival
+        return before is None or oldest is None or oldest.samples[0].arrival >= before
+
+    def reset_prefix_cache(self) -> int:
+        """Let no later request use pages that are computed now. Return the number of pages that this frees."""
+        return self.state.pool.tree.reset() if self.state.attached else 0
+
     def end_overdue(self, now_ms: int) -> None:
         """End the requests past their deadline."""
         for request in self.deadlines.due(now_ms):
@@ -172,11 +209,12 @@ class Scheduler:
 
     @property
     def stuck(self) -> bool:
-        """True if there are unfinished requests and no plan is in flight.
+        """True if there are unfinished requests, no plan is in flight, and the core is not paused.
 
         After ``plan`` this is never so, because a request that waits for no other request either fits or fails.
         """
-        return self.state.attached and bool(self.state.queue.requests) and not self._pending
+        unfinished = self.state.attached and bool(self.state.queue.requests) and not self._pending
+        return unfinished and not self.is_paused
 
     def set_steps_ahead(self, plans: int) -> None:
         """Set the limit of plans in flight, if that is safe.
@@ -193,11 +231,13 @@ class Scheduler:
 
     def plan(self, now_ns: int, *, light: bool = False) -> PlannedStep | None:
         """Return the next plan, or None if no plan is allowed or needed. ``light`` is as for ``Planner.build``."""
-        if len(self._pending) >= self.state.queue.steps_ahead:
+        queue = self.state.queue
+        held = queue.pause is not None and queue.waiting.admitted_before is None
+        if held or len(self._pending) >= queue.steps_ahead:
             return None
         plan, more = None, True
         while plan is None and more:
-            if self.state.queue.quarantined is not None:  # one plan in flight, so that a loss is due to this plan
+            if queue.quarantined is not None:  # one plan in flight, so that a loss is due to this plan
                 if self._pending:
                     return None
                 self.quarantine.select_group()

@@ -15,7 +15,7 @@ from services.scheduler.core.policy import Policy
 from services.scheduler.core.queue.lengths import LengthPredictor
 from services.scheduler.core.queue.recent import RecentService
 from services.scheduler.core.queue.waiting import WaitingQueue
-from services.scheduler.core.request import Priority, PromptShare, Request, Sample
+from services.scheduler.core.request import PauseMode, Priority, PromptShare, Request, Sample
 from services.scheduler.core.stopping.matcher import StopMatcher
 from services.scheduler.core.stopping.tokens import StopTokens
 
@@ -30,6 +30,7 @@ class Queue:
         self.waiting = WaitingQueue(int(policy.ageing_s * 1e9))
         self.first: list[Sample] = []  # waiting samples for which others were preempted; served next
         self.quarantined: list[Sample] | None = None  # if not None, only these run; set by ``Quarantine``
+        self.pause: PauseMode | None = None  # None if the scheduler is not paused
         self.requests: dict[str, Request] = {}  # unfinished requests, by id
         self.broken: dict[Request, Exception] = {}  # requests with an unexpected error, to be ended
         self.failures: dict[str, Exception] = {}  # errors by id of the request that they ended, for the log

@@ -11,7 +11,7 @@ from services.scheduler.core.memory.prefix_tree import ROOT, PrefixTree
 from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.policy import Policy
-from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, Request
+from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, PauseMode, Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.stopping.automaton import Automaton
 from tests.fakes.model import FakeModel, FakeShape, continuation
@@ -122,6 +122,11 @@ class Driver:
     def cancel(self, *handles: int) -> None:
         self.core.cancel(SINK, handles)
         self.collect()
+
+    def pause(self, mode: PauseMode, *, recompute: bool = False) -> int:
+        aborted = self.core.pause(mode, recompute=recompute)
+        self.collect()
+        return aborted
 
     def collect(self) -> None:
         for sink, delta in self.core.take_output():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
 from services.scheduler.core.memory.hydragen import HydragenPolicy
-from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, Priority
+from services.scheduler.core.request import AdmissionMode, Finish, FinishReason, PauseMode, Priority
 from tests.fakes.model import FakeShape
 from tests.properties import examples
 from tests.scheduler.core.driver import Driver
@@ -64,7 +64,8 @@ moves = st.lists(
         requests(),
         st.tuples(st.just("cancel"), st.integers(0, 40)),
         st.tuples(st.just("ahead"), st.integers(2, 8)),
-        st.sampled_from(["plan", "plan", "light", "answer", "answer", "step", "step", "lose"]),
+        st.tuples(st.just("pause"), st.sampled_from(PauseMode), st.booleans()),
+        st.sampled_from(["plan", "plan", "light", "answer", "answer", "step", "step", "lose", "resume", "reset"]),
     ),
     max_size=60,
 )
@@ -95,6 +96,12 @@ def test_every_history_ends_with_exactly_the_tokens_of_every_sample(shape, moves
                 driver.cancel(handle)
             case ("ahead", plans):
                 driver.core.set_steps_ahead(plans)
+            case ("pause", mode, recompute):
+                driver.pause(mode, recompute=recompute)
+            case "resume":
+                driver.core.resume()
+            case "reset":
+                driver.core.reset_prefix_cache()
             case "plan":
                 driver.plan()
             case "light":
@@ -105,10 +112,11 @@ def test_every_history_ends_with_exactly_the_tokens_of_every_sample(shape, moves
                 driver.step()
             case "lose":
                 driver.lose_worker()
+    driver.core.resume()
     driver.run()
     for handle, seen in driver.seen.items():
         tokens, reason = driver.expected(handle)
-        if seen.finish.reason is FinishReason.CANCELLED or _quarantined(seen.finish):
+        if seen.finish.reason in (FinishReason.CANCELLED, FinishReason.ABORTED) or _quarantined(seen.finish):
             assert seen.tokens == tokens[: len(seen.tokens)]
         else:
             assert (seen.tokens, seen.finish.reason) == (tokens, reason), seen.finish.error

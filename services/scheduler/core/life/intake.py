@@ -1,7 +1,5 @@
 """Puts requests into the queue, or rejects them."""
 
-from itertools import count
-
 import numpy as np
 
 from services.common.boundaries import undo_on_error
@@ -23,7 +21,7 @@ class Intake:
     def __init__(self, state: State, deadlines: Deadlines) -> None:
         self._state = state
         self._deadlines = deadlines
-        self._arrivals = count()
+        self.arrivals = 0  # samples so far
 
     def submit(self, request: Request, handles: dict[int, Sample], now_ns: int, step_s: float) -> None:
         """Queue ``request``, and add its samples to ``handles``, the unfinished samples of its sink.
@@ -50,7 +48,7 @@ class Intake:
         request.limit = resolve_limit(request, self._state.pool.shape)
         self._resolve(request)
         request.unfinished = 1
-        sample = Sample(request, 0, next(self._arrivals), 0)
+        sample = Sample(request, 0, self._arrive(), 0)
         request.samples.append(sample)
         self._state.queue.waiting.push(sample)
         return sample
@@ -66,12 +64,17 @@ class Intake:
         self._resolve(request)
         request.unfinished = request.n
         for offset in range(request.n):
-            sample = Sample(request, offset, next(self._arrivals), now_ns)
+            sample = Sample(request, offset, self._arrive(), now_ns)
             request.samples.append(sample)
             handles[sample.handle] = sample
             state.queue.waiting.push(sample)
         state.queue.requests[request.request_id] = request
         self._deadlines.add(request)
+
+    def _arrive(self) -> int:
+        """Return the number of the next sample, in order of arrival."""
+        self.arrivals += 1
+        return self.arrivals - 1
 
     def _undo_enqueue(self, request: Request, handles: dict[int, Sample]) -> None:
         """Remove a request that was queued in part."""

@@ -114,6 +114,7 @@ class Lifecycle:
         slots = self._state.pool.slots
         slots.samples[taken] = samples
         slots.admitted_step[taken], slots.delay[taken] = step, 0
+        slots.cache_epoch[taken] = self._state.pool.tree.epoch
         rows = np.array([list(each.columns.values()) for each in prepared], np.int64)
         for name, column in zip(prepared[0].columns, np.repeat(rows, counts, axis=0).T, strict=True):
             getattr(slots, name)[taken] = column
@@ -313,7 +314,8 @@ class Lifecycle:
             tokens = state.pool.pages.tokens[pages[0]]
             request = slots.samples[slot].request
             try:
-                slots.node[slot] = tree.extend(node, tokens, request.salt, pages, ready_step)
+                epoch = int(slots.cache_epoch[slot])
+                slots.node[slot] = tree.extend(node, tokens, request.salt, pages, ready_step, epoch)
             except Exception as error:  # the pages stay its own
                 state.queue.fail(request, error)
 

@@ -9,7 +9,7 @@ from services.scheduler.core.memory.pages import PagePool
 
 ROOT = 0
 
-PageName = tuple[Hashable, bytes]  # (parent or salt, first page's tokens)
+PageName = tuple[Hashable, bytes]  # (parent or (epoch, salt), first page's tokens)
 UNNAMED: PageName = (ROOT, b"")  # of the root, and of numbers that are free
 
 
@@ -20,13 +20,15 @@ class PrefixTree:
     salts have different children of the root. A sequence is attached to one node, and holds the pages from the root
     through this node, or only those from some page on if its window has left the others behind.
 
-    A node without users is cached, or released at once if ``keep`` is false. Pages of cached nodes are evicted from the
-    leaves, least recently used first. If a node is split, the part with the last page keeps the number, so sequences
-    attached to it do not change.
+    A node without users is cached. It is released at once if ``keep`` is false, or if its pages cannot be found any
+    more. Pages of cached nodes are evicted from the leaves, least recently used first. If a node is split, the part
+    with the last page keeps the number, so sequences attached to it do not change.
 
     A node without users can be above a node with users, because of windows. If there are no more leaves to evict, it is
     removed too. Then the nodes below it become children of the root with names that are never looked up, so no path
     with missing pages is found. Their depth stays.
+
+    After ``reset``, pages that were computed before are never found. Sequences that hold them keep them.
     """
 
     def __init__(self, pool: PagePool, *, keep: bool = True) -> None:
@@ -41,6 +43,8 @@ class PrefixTree:
         self.users = np.zeros(nodes, np.int32)  # sequences that hold the pages; undefined for the root
         self.group = np.full(nodes, -1, np.int32)  # Hydragen group of the attached sequences; -1 = none
         self.top = 1
+        self.epoch = 0  # number of resets
+        self._epochs = np.zeros(nodes, np.int64)  # epoch in which the pages were computed
         self._ready = np.zeros(nodes, np.int64)  # first step whose plan may use the pages
         self._children = np.zeros(nodes, np.int32)
         self._stamps = np.zeros(nodes, np.int64)
@@ -73,10 +77,21 @@ class PrefixTree:
             node, at = child, at + count
         return node, False
 
-    def key(self, tokens: np.ndarray, salt: Hashable, node: int, at: int) -> PageName:
-        """Return the name of page ``at`` of ``tokens`` as the first page of a child of ``node``."""
+    def key(self, tokens: np.ndarray, salt: Hashable, node: int, at: int, epoch: int | None = None) -> PageName:
+        """Return the name of page ``at`` of ``tokens`` as the first page of a child of ``node``.
+
+        ``epoch`` is that in which the page was computed, or None for the current one.
+        """
         size = self._pool.page_size
-        return salt if node == ROOT else node, tokens[at * size : (at + 1) * size].tobytes()
+        parent = (self.epoch if epoch is None else epoch, salt) if node == ROOT else node
+        return parent, tokens[at * size : (at + 1) * size].tobytes()
+
+    def reset(self) -> int:
+        """Let no later request find the present pages. Return how many pages this frees."""
+        self.epoch += 1
+        cached = self._pool.cached
+        self._evict(cached)
+        return cached
 
     def path(self, node: int) -> np.ndarray:
         """Return the pages from the root through ``node``: int32 ``[depth]``."""
@@ -111,16 +126,26 @@ class PrefixTree:
             node = int(self.parent[node])
         self.detach(node, first)
 
-    def extend(self, node: int, tokens: np.ndarray, salt: Hashable, pages: np.ndarray, ready_step: int) -> int:
+    def extend(
+        self,
+        node: int,
+        tokens: np.ndarray,
+        salt: Hashable,
+        pages: np.ndarray,
+        ready_step: int,
+        epoch: int | None = None,
+    ) -> int:
         """Add ``pages`` with ``tokens`` as a child of ``node``, and attach a sequence of ``node`` to it instead.
+
+        ``epoch`` is that in which the sequence was admitted, or None for the current one.
 
         Return the node of the sequence: ``node`` itself if it has a child with the same first page, as then the pages
         stay the sequence's own.
         """
-        key = self.key(tokens, salt, node, 0)
+        key = self.key(tokens, salt, node, 0, epoch)
         if key in self._nodes:
             return node
-        child = self._add(key, node, pages, ready_step)
+        child = self._add(key, node, pages, ready_step, self.epoch if epoch is None else epoch)
         self._children[node] += 1
         self.depth[child] = self.depth[node] + len(pages)
         self.group[child] = self.group[node]
@@ -134,7 +159,7 @@ class PrefixTree:
             self._remove(node)
             node = parent
 
-    def _add(self, key: PageName, parent: int, pages: np.ndarray, ready_step: int) -> int:
+    def _add(self, key: PageName, parent: int, pages: np.ndarray, ready_step: int, epoch: int) -> int:
         if self._free:
             node = self._free.pop()
         else:
@@ -142,13 +167,13 @@ class PrefixTree:
         self._nodes[key], self._keys[node] = node, key
         self._pages[node], self.size[node] = pages, len(pages)
         self.parent[node], self._children[node] = parent, 0
-        self._ready[node] = ready_step
+        self._ready[node], self._epochs[node] = ready_step, epoch
         return node
 
     def _split(self, node: int, count: int) -> int:
         """Split ``node`` after its first ``count`` pages. Return the new node with these pages."""
         pages, parent = self._pages[node], int(self.parent[node])
-        upper = self._add(self._keys[node], parent, pages[:count], int(self._ready[node]))
+        upper = self._add(self._keys[node], parent, pages[:count], int(self._ready[node]), int(self._epochs[node]))
         self._children[upper] = 1
         self.depth[upper] = self.depth[node] - len(pages) + count
         self.group[upper] = self.group[parent]
@@ -178,7 +203,7 @@ class PrefixTree:
         self._pool.in_use -= int(self.size[node])
         self._clock += 1
         self._stamps[node] = self._clock
-        if self._keep:
+        if self._keep and self._epochs[node] == self.epoch:
             self._note_leaf(node)
         else:
             self._remove(node)

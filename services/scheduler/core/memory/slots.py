@@ -39,6 +39,7 @@ class Slots:
         self.left_behind = np.zeros(count, np.int64)  # leading entries of the page table that are not held
         self.table = np.zeros((count, -(-shape.max_context_tokens // shape.page_size) + 1), np.int32)
         self.node = np.zeros(count, np.int64)
+        self.cache_epoch = np.zeros(count, np.int64)  # epoch of the prefix tree when it was admitted
         self.lent_pages = np.zeros(count, np.int64)  # leading pages that are kept for waiting samples of its request
         # Known tokens, because pages that are not held any more may have others. Memory is used where it is written.
         self.tokens = np.zeros((count, shape.max_context_tokens if shape.window_tokens else 0), np.uint32)

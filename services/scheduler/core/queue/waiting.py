@@ -27,6 +27,7 @@ class WaitingQueue:
 
     def __init__(self, ageing_ns: int) -> None:
         self.tokens = 0  # sum of the limits of all samples
+        self.admitted_before: int | None = None  # if set, only samples with an earlier arrival are candidates
         self._length = 0
         self._ageing_ns = ageing_ns
         self._classes = {priority: _FairQueue() for priority in Priority}
@@ -112,14 +113,14 @@ class WaitingQueue:
         overdue = set(order)
         for priority, each in self._classes.items():
             served = {sample for sample in overdue if sample.request.priority == priority}
-            order += islice(each.in_order(served), most - len(order))
+            order += islice(each.in_order(served, self.admitted_before), most - len(order))
         return order
 
     def _overdue(self, most: int, limits: dict[Priority, int | None]) -> list[Sample]:
         found = []
         for priority, each in self._classes.items():
             if (before_ns := self.overdue_before(priority)) is not None:
-                flows = (flow.accepted_before(before_ns) for flow in each.flows.values())
+                flows = (flow.accepted_before(before_ns, self.admitted_before) for flow in each.flows.values())
                 found.append(islice(merge(*flows, key=self._rank), limits.get(priority)))
         return list(islice(merge(*found, key=self._rank), most))
 
@@ -148,9 +149,18 @@ class _Flow:
     def first(self) -> Sample:
         return next(iter(self.samples))
 
-    def accepted_before(self, time_ns: int) -> Iterator[Sample]:
-        """Yield the samples up to the first sample that was accepted at ``time_ns`` or later."""
-        return takewhile(lambda sample: sample.accepted_ns < time_ns, self.samples)
+    def arrived_before(self, arrival: int | None) -> Iterator[Sample]:
+        """Yield the samples that arrived before number ``arrival``, or all if it is None.
+
+        They come first: a sample that has run and waits again arrived before all samples that may not run.
+        """
+        return (
+            iter(self.samples) if arrival is None else takewhile(lambda sample: sample.arrival < arrival, self.samples)
+        )
+
+    def accepted_before(self, time_ns: int, arrival: int | None) -> Iterator[Sample]:
+        """Yield the samples of ``arrived_before`` up to the first that was accepted at ``time_ns`` or later."""
+        return takewhile(lambda sample: sample.accepted_ns < time_ns, self.arrived_before(arrival))
 
     def push(self, sample: Sample) -> None:
         self.samples[sample] = None
@@ -210,18 +220,23 @@ class _FairQueue:
             known = self._tags.get(key)
             self._remember(key, (self._virtual_time() if known is None else known) + tokens)
 
-    def in_order(self, served: Set[Sample]) -> Iterator[Sample]:
-        """Yield the samples by start tag, without ``served``, which count as if they had left before."""
+    def in_order(self, served: Set[Sample], arrival: int | None) -> Iterator[Sample]:
+        """Yield the samples by start tag, without ``served``, which count as if they had left before.
+
+        ``arrival`` is as for ``_Flow.arrived_before``.
+        """
         if len(self.flows) == 1 and not served:
             (flow,) = self.flows.values()
-            yield from flow.samples
+            yield from flow.arrived_before(arrival)
             return
         before: Counter[str] = Counter()
         for sample in served:
             before[sample.request.fairness_key] += sample.request.cost
         heads = []
         for key, flow in self.flows.items():
-            left = (sample for sample in flow.samples if sample not in served) if served else iter(flow.samples)
+            left = flow.arrived_before(arrival)
+            if served:
+                left = (sample for sample in left if sample not in served)
             heads.append((flow.start + before[key], -flow.joined, left))
         heapify(heads)
         while heads:
