@@ -25,7 +25,7 @@ from tests.common.rpc.authority import Authority, flags, links
 from tests.fakes.worker import FakeWorker
 from tests.scheduler.call_status import begins, ends
 from tests.scheduler.service import PROMPT
-from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, scheduler_pb2_grpc, session_pb2
+from tokasaurus.scheduler.v1 import control_pb2, generate_pb2, observe_pb2, scheduler_pb2_grpc, session_pb2
 
 OK, WHO, NO = grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED
 KEYS = {name: new_key() for name in ("team", "other", "boss", "late", "one-at-a-time", "thrifty", "open")}
@@ -87,6 +87,9 @@ class Service:
             "ListRequests": stub.ListRequests(observe_pb2.ListRequestsRequest(), metadata=metadata),
             "CancelRequest": stub.CancelRequest(observe_pb2.CancelRequestRequest(request_id="x"), metadata=metadata),
             "WatchPlans": stub.WatchPlans(observe_pb2.WatchPlansRequest(), metadata=metadata),
+            "Pause": stub.Pause(control_pb2.PauseRequest(mode=99), metadata=metadata),
+            "Resume": stub.Resume(control_pb2.ResumeRequest(), metadata=metadata),
+            "ResetPrefixCache": stub.ResetPrefixCache(control_pb2.ResetPrefixCacheRequest(), metadata=metadata),
             "Tokenize": stub.Tokenize(observe_pb2.TokenizeRequest(text="a"), metadata=metadata),
             "Detokenize": stub.Detokenize(observe_pb2.DetokenizeRequest(token_ids=[40]), metadata=metadata),
             "reflection": reflection.ServerReflectionInfo(iter([reflected]), metadata=metadata),
@@ -145,11 +148,14 @@ async def serving(dialer: Dialer = PLAIN, *, worker_listen: str = "127.0.0.1:0",
 
 
 METHODS = {
-    "Generate", "Session", "GetModel", "GetLoad", "Forecast", "ListRequests", "CancelRequest", "WatchPlans", "Tokenize",
-    "Detokenize", "reflection",
+    "Generate", "Session", "GetModel", "GetLoad", "Forecast", "ListRequests", "CancelRequest", "WatchPlans", "Pause",
+    "Resume", "ResetPrefixCache", "Tokenize", "Detokenize", "reflection",
 }  # fmt: skip
-OF_ADMINS = {"Session", "ListRequests", "CancelRequest", "WatchPlans"}
-LET_IN = dict.fromkeys(METHODS, OK) | {"CancelRequest": grpc.StatusCode.NOT_FOUND}  # there is no such request
+OF_ADMINS = {"Session", "ListRequests", "CancelRequest", "WatchPlans", "Pause", "Resume", "ResetPrefixCache"}
+LET_IN = dict.fromkeys(METHODS, OK) | {
+    "CancelRequest": grpc.StatusCode.NOT_FOUND,  # there is no such request
+    "Pause": grpc.StatusCode.INVALID_ARGUMENT,  # there is no such mode
+}
 
 
 async def test_without_keys_everything_is_open():

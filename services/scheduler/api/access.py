@@ -19,8 +19,18 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 _SERVICE = "/tokasaurus.scheduler.v1.SchedulerService/"
 _SESSION = f"{_SERVICE}Session"  # carries requests of any key
-# The other methods report or cancel requests of any key.
-_OF_ADMINS = frozenset({_SESSION, f"{_SERVICE}ListRequests", f"{_SERVICE}CancelRequest", f"{_SERVICE}WatchPlans"})
+# The other methods concern requests of all keys.
+_OF_ADMINS = frozenset(
+    {
+        _SESSION,
+        f"{_SERVICE}ListRequests",
+        f"{_SERVICE}CancelRequest",
+        f"{_SERVICE}WatchPlans",
+        f"{_SERVICE}Pause",
+        f"{_SERVICE}Resume",
+        f"{_SERVICE}ResetPrefixCache",
+    }
+)
 _OPEN = "/grpc.health.v1.Health/"
 _AUTHORIZATION = "authorization"
 

@@ -1,5 +1,6 @@
 """The RPC methods of the public service."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
@@ -24,12 +25,12 @@ from services.scheduler.api.validation import read_message
 from services.scheduler.core.future.estimate import estimate
 from services.scheduler.core.future.overview import read_overview
 from services.scheduler.core.life.intake import resolve_limit
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import PauseMode, Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.state import State
 from services.scheduler.grammar.checker import GrammarChecker
 from services.scheduler.grammar.message import name_of
-from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, scheduler_pb2_grpc, session_pb2
+from tokasaurus.scheduler.v1 import control_pb2, generate_pb2, observe_pb2, scheduler_pb2_grpc, session_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -135,6 +136,28 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise _not_found(request.request_id)
         log.info("a request was cancelled by an operator", request_id=request.request_id, samples=samples)
         return observe_pb2.CancelRequestResponse(samples=samples)
+
+    async def Pause(self, request: control_pb2.PauseRequest, context: AnyContext) -> control_pb2.PauseResponse:
+        try:
+            mode = PauseMode(request.mode or PauseMode.KEEP)
+        except ValueError:
+            names = ", ".join(f"{each.name} ({each.value})" for each in PauseMode)
+            raise InvalidRequest(f"mode is {request.mode}: expected {names}", field="mode") from None
+        log.info("pause", mode=mode.name.lower(), recompute=request.recompute)
+        aborted = await asyncio.wrap_future(self._hub.engine.pause(mode, recompute=request.recompute))
+        log.info("paused", aborted_samples=aborted)
+        return control_pb2.PauseResponse(aborted_samples=aborted)
+
+    async def Resume(self, request: control_pb2.ResumeRequest, context: AnyContext) -> control_pb2.ResumeResponse:
+        await asyncio.wrap_future(self._hub.engine.resume())
+        log.info("resumed")
+        return control_pb2.ResumeResponse()
+
+    async def ResetPrefixCache(
+        self, request: control_pb2.ResetPrefixCacheRequest, context: AnyContext
+    ) -> control_pb2.ResetPrefixCacheResponse:
+        freed = await self._hub.ask(lambda core: core.reset_prefix_cache())
+        return control_pb2.ResetPrefixCacheResponse(freed_pages=freed)
 
     async def WatchPlans(
         self, request: observe_pb2.WatchPlansRequest, context: AnyContext

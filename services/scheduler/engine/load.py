@@ -18,6 +18,7 @@ def read_load(
         outstanding_tokens=queue.waiting.tokens,
         ready=not not_ready_reason,
         not_ready_reason=not_ready_reason,
+        paused=queue.pause is not None,
         steps_by_tokens=queue.steps_by_tokens,
         counters=observe_pb2.Counters(**vars(queue.counters)),
     )
