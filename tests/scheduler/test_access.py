@@ -89,6 +89,7 @@ class Service:
             "WatchPlans": stub.WatchPlans(observe_pb2.WatchPlansRequest(), metadata=metadata),
             "Pause": stub.Pause(control_pb2.PauseRequest(mode=99), metadata=metadata),
             "Resume": stub.Resume(control_pb2.ResumeRequest(), metadata=metadata),
+            "AbortRequests": stub.AbortRequests(control_pb2.AbortRequestsRequest(request_ids=["x"]), metadata=metadata),
             "ResetPrefixCache": stub.ResetPrefixCache(control_pb2.ResetPrefixCacheRequest(), metadata=metadata),
             "Tokenize": stub.Tokenize(observe_pb2.TokenizeRequest(text="a"), metadata=metadata),
             "Detokenize": stub.Detokenize(observe_pb2.DetokenizeRequest(token_ids=[40]), metadata=metadata),
@@ -149,9 +150,11 @@ async def serving(dialer: Dialer = PLAIN, *, worker_listen: str = "127.0.0.1:0",
 
 METHODS = {
     "Generate", "Session", "GetModel", "GetLoad", "Forecast", "ListRequests", "CancelRequest", "WatchPlans", "Pause",
-    "Resume", "ResetPrefixCache", "Tokenize", "Detokenize", "reflection",
+    "Resume", "AbortRequests", "ResetPrefixCache", "Tokenize", "Detokenize", "reflection",
 }  # fmt: skip
-OF_ADMINS = {"Session", "ListRequests", "CancelRequest", "WatchPlans", "Pause", "Resume", "ResetPrefixCache"}
+OF_ADMINS = {
+    "Session", "ListRequests", "CancelRequest", "WatchPlans", "Pause", "Resume", "AbortRequests", "ResetPrefixCache"
+}  # fmt: skip
 LET_IN = dict.fromkeys(METHODS, OK) | {
     "CancelRequest": grpc.StatusCode.NOT_FOUND,  # there is no such request
     "Pause": grpc.StatusCode.INVALID_ARGUMENT,  # there is no such mode

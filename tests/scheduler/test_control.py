@@ -1,4 +1,4 @@
-"""Pause, Resume and ResetPrefixCache."""
+"""Pause, Resume, AbortRequests and ResetPrefixCache."""
 
 import asyncio
 
@@ -114,6 +114,28 @@ async def test_a_pause_stays_when_its_caller_leaves(service):
         assert (await service.load()).paused
         await resume(service)
         await resume(service)  # has no effect
+
+
+@pytest.mark.parametrize(("ids", "ended"), [(["a"], {0, 1, 2}), (["a-1", "none"], {1}), ([], {0, 1, 2, 3, 4})])
+async def test_aborted_requests_end_with_their_tokens_and_others_continue(ids, ended):
+    async with start(SHAPE) as service, session(service) as client:
+        service.worker.hold()
+        for handle, name in enumerate(("a", "a-1", "a-0+1.0", "ab", "b")):
+            await client.submit(handle, request_id=name, **fields(10))
+        await client.decided(4)
+        response = await service.stub.AbortRequests(c.AbortRequestsRequest(request_ids=ids))
+        assert response.samples == len(ended)
+        service.worker.release()
+        await client.finished(*range(5))
+        aborted = {h for h in range(5) if client.samples[h].finish.reason == g.FINISH_REASON_ABORTED}
+        assert aborted == ended
+
+
+@pytest.mark.parametrize("ids", [[""], ["x"] * 4097])
+async def test_ids_that_cannot_be_meant_are_refused(service, ids):
+    with pytest.raises(grpc.aio.AioRpcError, match=r"id") as refused:
+        await service.stub.AbortRequests(c.AbortRequestsRequest(request_ids=ids))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_an_unknown_mode_names_the_known_ones(service):

@@ -28,6 +28,7 @@ _OF_ADMINS = frozenset(
         f"{_SERVICE}WatchPlans",
         f"{_SERVICE}Pause",
         f"{_SERVICE}Resume",
+        f"{_SERVICE}AbortRequests",
         f"{_SERVICE}ResetPrefixCache",
     }
 )

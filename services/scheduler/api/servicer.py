@@ -36,6 +36,8 @@ log = structlog.get_logger(__name__)
 
 _LONGEST_HORIZON = 65536
 _MOST_LISTED, _LISTED = 1000, 100
+_MOST_ABORTED = 4096  # ids in a call
+_NAMED = 8  # ids in a log line
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -152,6 +154,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         await asyncio.wrap_future(self._hub.engine.resume())
         log.info("resumed")
         return control_pb2.ResumeResponse()
+
+    async def AbortRequests(
+        self, request: control_pb2.AbortRequestsRequest, context: AnyContext
+    ) -> control_pb2.AbortRequestsResponse:
+        ids = list(request.request_ids)
+        if len(ids) > _MOST_ABORTED:
+            raise InvalidRequest(f"{len(ids)} ids: expected at most {_MOST_ABORTED}", field="request_ids")
+        if "" in ids:
+            raise InvalidRequest("an id is empty; leave out all ids to abort every request", field="request_ids")
+        samples = await self._hub.ask(lambda core: core.abort(ids or None))
+        log.info("requests were aborted", request_ids=ids[:_NAMED] or "all", samples=samples)
+        return control_pb2.AbortRequestsResponse(samples=samples)
 
     async def ResetPrefixCache(
         self, request: control_pb2.ResetPrefixCacheRequest, context: AnyContext

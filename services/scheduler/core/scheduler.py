@@ -139,13 +139,25 @@ class Scheduler:
         queue = self.state.queue
         queue.pause = mode
         queue.waiting.admitted_before = self._intake.arrivals if mode is PauseMode.WAIT else None
-        aborted = []
-        if mode is PauseMode.ABORT:
-            aborted = [each for request in queue.requests.values() for each in request.samples if not each.finished]
-            self._end(aborted, FinishReason.ABORTED)
+        aborted = self.abort() if mode is PauseMode.ABORT else 0
         if recompute and self.state.attached:
             self._lifecycle.preempt_all()
-        return len(aborted)
+        return aborted
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """End the unfinished samples of requests with the tokens that they have. Return their number.
+
+        An id also stands for the requests that begin with it and ``-`` or ``+``. None stands for all requests.
+        """
+        requests = self.state.queue.requests
+        if request_ids is None:
+            chosen = list(requests.values())
+        else:
+            given, parts = set(request_ids), tuple(f"{each}{sign}" for each in request_ids for sign in "-+")
+            chosen = [each for name, each in requests.items() if name in given or name.startswith(parts)]
+        samples = [sample for request in chosen for sample in request.samples if not sample.finished]
+        self._end(samples, FinishReason.ABORTED)
+        return len(samples)
 
     def resume(self) -> None:
         """Plan again. Does nothing if the core is not paused."""
