@@ -1,9 +1,9 @@
 """The application of ``admin_port``: probes, metrics and the console, for operators."""
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.common.errors import PermissionDenied
+from services.common.errors import PermissionDenied, TokaError
 from services.gateway.app import probes
 from services.gateway.app.routes import OPERATOR_ROUTERS
 from services.gateway.console import routes as console
@@ -21,9 +21,14 @@ def make_admin_app(gateway: Gateway, observer: Observer) -> ASGIApp:
     """
     api = FastAPI(title="Tokasaurus, for operators", openapi_url=None, redirect_slashes=False)
     api.state.gateway, api.state.observer, api.state.for_operators = gateway, observer, True
+    api.add_exception_handler(TokaError, _on_error)  # type: ignore[arg-type]  # typed for Exception only
     for router in (probes.router, console.pages, *OPERATOR_ROUTERS):
         api.include_router(router)
     return _WithoutWebPages(api, WebPages.admin(gateway.config))
+
+
+async def _on_error(request: Request, error: TokaError) -> Response:
+    return to_response(error)
 
 
 class _WithoutWebPages:

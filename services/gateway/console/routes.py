@@ -2,12 +2,12 @@
 
 from fastapi import Request, Response
 
-from services.common.errors import InvalidRequest, TokaError
+from services.common.errors import InvalidRequest
 from services.common.keys import ADMIN
 from services.gateway.console.assets import respond
 from services.gateway.console.cancelling import cancel_request
 from services.gateway.console.observer import Observer
-from services.gateway.http.errors import response, to_response
+from services.gateway.http.errors import response
 from services.gateway.http.guard import CONSOLE
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.router import Router
@@ -60,9 +60,6 @@ async def get_state(request: Request) -> Response:
 async def cancel(request: Request) -> Response:
     """Cancel the request whose ``id`` is in the query. Its client gets an error."""
     gateway: Gateway = request.app.state.gateway
-    try:
-        if not (request_id := request.query_params.get("id")):
-            raise InvalidRequest("the query has no request id; add ?id=...", field="id")
-        return response(200, {"id": request_id, "samples": await cancel_request(gateway.fleet, request_id)})
-    except TokaError as error:  # the admin port has no error handler
-        return to_response(error)
+    if not (request_id := request.query_params.get("id")):
+        raise InvalidRequest("the query has no request id; add ?id=...", field="id")
+    return response(200, {"id": request_id, "samples": await cancel_request(gateway.fleet, request_id)})
