@@ -148,13 +148,10 @@ async def serving(dialer: Dialer = PLAIN, *, worker_listen: str = "127.0.0.1:0",
         await worker.stop()
 
 
-METHODS = {
-    "Generate", "Session", "GetModel", "GetLoad", "Forecast", "ListRequests", "CancelRequest", "WatchPlans", "Pause",
-    "Resume", "AbortRequests", "ResetPrefixCache", "Tokenize", "Detokenize", "reflection",
-}  # fmt: skip
 OF_ADMINS = {
     "Session", "ListRequests", "CancelRequest", "WatchPlans", "Pause", "Resume", "AbortRequests", "ResetPrefixCache"
 }  # fmt: skip
+METHODS = OF_ADMINS | {"Generate", "GetModel", "GetLoad", "Forecast", "Tokenize", "Detokenize", "reflection"}
 LET_IN = dict.fromkeys(METHODS, OK) | {
     "CancelRequest": grpc.StatusCode.NOT_FOUND,  # there is no such request
     "Pause": grpc.StatusCode.INVALID_ARGUMENT,  # there is no such mode

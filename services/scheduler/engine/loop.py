@@ -10,7 +10,7 @@ from typing import TypeVar
 import structlog
 
 from services.common.boundaries import errors_to
-from services.common.errors import FailedPrecondition, TokaError
+from services.common.errors import TokaError
 from services.common.plan.codec import decode_limits, encode_plan
 from services.common.plan.result_rules import BrokenResult
 from services.common.plan.types import WorkerLimits
@@ -22,6 +22,7 @@ from services.scheduler.engine.events import Events, PlanEvent, Rejected
 from services.scheduler.engine.inbox import Call, Inbox
 from services.scheduler.engine.load import read_load
 from services.scheduler.engine.pace import Pace
+from services.scheduler.engine.pauses import Pauses
 from services.scheduler.engine.planning_timeout import PlanningTimeout
 from services.scheduler.engine.stats import Stats
 from services.scheduler.engine.statsd import Statsd
@@ -73,7 +74,7 @@ class EngineLoop:
         self._events: Events = []
         self._stopping = False
         self._draining = False  # new requests are refused
-        self._pausing: list[tuple[Future[int], int]] = []  # callers of ``pause``, and the samples that each ended
+        self._pauses = Pauses()
         # Reasons while no worker is connected: for the end of the last connection, and for the lack of a new one.
         self._lost, self._missing = "its worker does not answer yet", ""
         self._step_timeout = StepTimeout(step_deadline_s)
@@ -145,18 +146,12 @@ class EngineLoop:
         It fails with ``FailedPrecondition`` if the core is resumed before.
         """
         began: Future[int] = Future()
-
-        def begin() -> None:
-            if began.set_running_or_notify_cancel():
-                with errors_to(began.set_exception):
-                    self._pausing.append((began, self._core.pause(mode, recompute=recompute)))
-
-        self.post(begin)
+        self.post(lambda: self._pauses.request(self._core, mode, recompute=recompute, began=began))
         return began
 
     def resume(self) -> Future[None]:
         """Resume the core."""
-        return self.ask(self._resume)
+        return self.ask(self._pauses.resume)
 
     def drain(self) -> None:
         """Refuse new requests with ``DRAINING`` from now on. Accepted requests continue."""
@@ -180,7 +175,7 @@ class EngineLoop:
                 self._counters.loop_take_ns += self._lap_ns() - waited_ns
                 self._send_plans()
                 self._planning_timeout.check(self._core, time.monotonic(), connected=self.connected)
-                self._complete_pauses()
+                self._pauses.complete(self._core)
                 self._report()
                 self._counters.loop_report_ns += self._lap_ns()
                 self._deliver_events()
@@ -261,18 +256,6 @@ class EngineLoop:
             state, in_flight = self._core.state, self._core.plans_in_flight
             event = PlanEvent(plan, len(state.queue.waiting), state.pool.pages.in_use, in_flight)
             self._events.append((None, event))
-
-    def _complete_pauses(self) -> None:
-        if self._pausing and self._core.is_paused:
-            for began, ended in self._pausing:
-                began.set_result(ended)
-            self._pausing.clear()
-
-    def _resume(self, core: Scheduler) -> None:
-        core.resume()
-        for began, _ in self._pausing:
-            began.set_exception(FailedPrecondition("the scheduler was resumed before the pause had begun"))
-        self._pausing.clear()
 
     def _deliver_events(self) -> None:
         log_failures(self._core)
