@@ -61,6 +61,7 @@ _GAUGES = (
         "toka_plans_in_flight", "Plans sent to the worker that have no result yet", lambda load: load.plans_in_flight
     ),
     _Figure("toka_plans_ahead", "Limit of plans in flight", lambda load: load.plans_ahead),
+    _Figure("toka_paused", "1 if the scheduler is paused, else 0", lambda load: load.paused),
     _Figure("toka_step_seconds", "Recent duration of a model step", lambda load: load.step_ns * 1e-9),
 )
 _COUNTERS = (

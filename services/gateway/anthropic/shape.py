@@ -93,6 +93,8 @@ class MessageShape(ChatShape):
         ending, reader = choice.outcome, self._readers[choice.index]
         if ending.reason == "length":
             return self._cut_by, None
+        if ending.reason == "abort":
+            return "pause_turn", None
         if ending.stop_string is not None:
             return "stop_sequence", self._prompt.settings.stop_strings[ending.stop_string]
         called = reader is not None and reader.call_count and not reader.in_call

@@ -21,6 +21,7 @@ from services.gateway.openai import chat, completions, other, stored_chats, toke
 from services.gateway.openai.responses import conversations
 from services.gateway.openai.responses import routes as responses
 from services.gateway.openai.router import Router
+from services.gateway.rollout import routes as rollout
 
 CLIENT_ROUTERS = (
     anthropic.router,
@@ -39,7 +40,7 @@ CLIENT_ROUTERS = (
     console.pages,
 )
 # On the port for operators, or on the public port if there is no other.
-OPERATOR_ROUTERS = (probes.metrics_router, console.live)
+OPERATOR_ROUTERS = (probes.metrics_router, rollout.router, console.live)
 
 
 class RouteTable:

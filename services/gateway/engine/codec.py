@@ -17,7 +17,7 @@ from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 CONTRACT_MAJOR, RESUME_MINOR, SUBMITS_MINOR = "1", 5, 11
 MESSAGES_LOST = "MESSAGES_LOST"  # error reason: messages of the session are missing
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 _PRIORITIES = {
@@ -32,6 +32,7 @@ _LOGPROBS_MODES = {
 _REASONS: dict[int, FinishReason] = {
     generate_pb2.FINISH_REASON_STOP: "stop",
     generate_pb2.FINISH_REASON_LENGTH: "length",
+    generate_pb2.FINISH_REASON_ABORTED: "abort",
 }
 
 

@@ -190,12 +190,13 @@ class RequestMetrics:
                     yield from metric.known_families(model)
         yield _counter("toka_request_success", "Samples that ended", ["finished_reason"], _labelled(self._finished))
         if model:
-            known = _labelled(self._finished | {"abort": self._disconnects})
+            counts = {reason: count[0] for reason, count in self._finished.items()}
+            counts["abort"] += self._disconnects[0]
             yield _counter(
                 "vllm:request_success",
-                "Samples that ended. abort: requests whose client disconnected",
+                "Samples that ended. abort: also requests whose client disconnected",
                 ["model_name", "finished_reason"],
-                ((model, *each) for each in known),
+                ((model, *each) for each in counts.items()),
             )
         responses = (
             (route, str(_STATUSES[index]), counts[index])

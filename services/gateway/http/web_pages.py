@@ -15,6 +15,7 @@ from services.gateway.http.guard import CONSOLE
 # Probes with constant responses. A host name that is missing in a flag must not make a supervisor restart the process.
 _UNCHECKED = frozenset({"/health", "/ping"})
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_UNSAFE_PATHS = frozenset({"/flush_cache"})  # GET has an effect
 # Values of Sec-Fetch-Site, which browsers send to HTTPS and loopback addresses. The first means that the page has the
 # server's origin, the second that the user sent the request.
 _OWN_SITE = (b"same-origin", b"none")
@@ -46,7 +47,7 @@ class WebPages:
     def check(self, scope: MutableMapping[str, Any]) -> None:
         """Raise PermissionDenied for a foreign host name, or for a request of a foreign page.
 
-        A foreign page may send GET, HEAD and OPTIONS, but not to the console.
+        A foreign page may send GET, HEAD and OPTIONS, but not to the console or to a path where GET has an effect.
         """
         path, headers = scope["path"], scope["headers"]
         if path in _UNCHECKED:
@@ -56,7 +57,8 @@ class WebPages:
             for host in hosts:
                 if not self._hosts.allows(host):
                     raise _foreign_host(host)
-        safe, console = scope["method"] in _SAFE_METHODS, path.startswith(f"{CONSOLE}/")
+        safe = scope["method"] in _SAFE_METHODS and path not in _UNSAFE_PATHS
+        console = path.startswith(f"{CONSOLE}/")
         if console or not safe:
             self._check_page(dict(headers), hosts, safe=safe, console=console)
 

@@ -202,6 +202,8 @@ def test_without_that_port_the_scope_admin_opens_it(one_port):
     for name, status, detail in ((None, 401, False), ("team", 403, False), ("boss", 200, True)):
         with one_port.http(name) as client:
             assert client.get("/metrics").status_code == status
+            for path in ("/pause", "/resume", "/abort_requests", "/flush_cache", "/continue_generation"):
+                assert client.post(path).status_code == status
             assert ("replicas" in client.get("/ready").json()) is detail
 
 

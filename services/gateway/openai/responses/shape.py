@@ -19,6 +19,9 @@ from services.gateway.openai.responses.tools import HostedTool, offered
 from services.gateway.openai.transcript import Piece
 from services.gateway.openai.usage import usage_of
 
+# Finish reasons that cut an answer, and the reasons in ``incomplete_details``.
+_CUT_BY = {"length": "max_output_tokens", "abort": "abort"}
+
 
 class ResponseShape(ChatShape):
     """The shape of ``/v1/responses``: one answer as items."""
@@ -87,8 +90,10 @@ class ResponseShape(ChatShape):
         return b""
 
     async def settle(self, choices: Sequence[ActiveSample]) -> None:
-        cut = choices[0].outcome.reason == "length"
-        await self._end(self._response("incomplete" if cut else "completed", self._usage(choices)))
+        why = _CUT_BY.get(choices[0].outcome.reason)
+        response = self._response("incomplete" if why else "completed", self._usage(choices))
+        response["incomplete_details"] = {"reason": why} if why else None
+        await self._end(response)
 
     def whole(self, choices: Sequence[ActiveSample], written: Sequence[bytes]) -> bytes:
         return orjson.dumps(self._ended)
@@ -121,7 +126,7 @@ class ResponseShape(ChatShape):
             events += self._items.push(deltas, logprobs)
         if reason is None:
             return events
-        return events + self._items.finish(complete=reason != "length" and not self._readers.in_call(index))
+        return events + self._items.finish(complete=reason not in _CUT_BY and not self._readers.in_call(index))
 
     def _read(self, index: int, piece: Piece, *, last: bool) -> Iterable[tuple[Iterable[Delta], list[dict[str, Any]]]]:
         text = piece.text
@@ -167,7 +172,7 @@ class ResponseShape(ChatShape):
             "background": bool(body.background),
             "conversation": None if body.conversation_id is None else {"id": body.conversation_id},
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},

@@ -1,0 +1,176 @@
+"""Endpoints for trainers. They concern the requests of all clients, so they need the scope ``admin``."""
+
+from typing import Annotated, Literal, get_args
+
+from fastapi import Request, Response
+from pydantic import Field
+
+from services.common.errors import InvalidRequest
+from services.common.keys import ADMIN
+from services.gateway.http.errors import response
+from services.gateway.http.request import Posted, read_body, while_connected
+from services.gateway.openai.body import Body
+from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.parse import B, ignored_header, parse_large
+from services.gateway.openai.router import Router, parameters, takes
+from services.gateway.rollout import control
+
+_ID = "The id of a completion, or the x-request-id of a response whose request had none,"
+_MOST_IDS = 4096  # of requests to abort
+_MODES: tuple[control.PauseMode, ...] = get_args(control.PauseMode)
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_PAUSE_QUERY = parameters(
+    {"name": "mode", "in": "query", "schema": {"type": "string", "enum": [*_MODES], "default": "abort"}},
+    {"name": "clear_cache", "in": "query", "schema": {"type": "boolean", "default": True}},
+)
+
+SglangMode = Literal["abort", "retract", "in_place"]
+# SGLang's modes as (mode, recompute).
+_SGLANG_MODES: dict[SglangMode, tuple[control.PauseMode, bool]] = {
+    "abort": ("abort", False),
+    "retract": ("keep", True),
+    "in_place": ("keep", False),
+}
+
+
+class PauseGenerationBody(Body):
+    """``POST /pause_generation``, which may have no body."""
+
+    mode: SglangMode = Field(
+        default="abort",
+        description="abort: end all requests with their tokens. in_place: stop them where they are. retract: as"
+        " in_place, and compute their tokens again when generation continues.",
+    )
+
+
+class AbortRequestBody(Body):
+    """``POST /abort_request``."""
+
+    rid: str = Field(default="", description=f"{_ID} to abort.")
+    abort_all: bool = Field(default=False, description="true: abort all requests.")
+
+
+class AbortRequestsBody(Body):
+    """``POST /abort_requests``, which may have no body."""
+
+    request_ids: Annotated[
+        list[str],
+        Field(
+            max_length=_MOST_IDS,
+            default_factory=list,
+            description=f"{_ID} for each request to abort. Empty: all requests.",
+        ),
+    ]
+
+
+router = Router(scope=ADMIN)
+
+
+@router.post("/pause", openapi_extra=_PAUSE_QUERY)
+async def pause(request: Request) -> Response:
+    """Stop all computation, as vLLM does. New requests wait until ``/resume``.
+
+    ``mode=abort`` ends accepted requests with their tokens and the finish reason ``abort``, ``wait`` lets them finish,
+    and ``keep`` stops them where they are. Later requests do not use the prefix cache from before the pause, unless
+    ``clear_cache`` is false.
+    """
+    mode, clear_cache = _read_mode(request), _read_flag(request, "clear_cache", default=True)
+    await request.body()
+    fleet = _gateway(request).fleet
+    aborted = await while_connected(request.receive, control.pause(fleet, mode))
+    if clear_cache:
+        await control.reset_prefix_cache(fleet)
+    return response(200, {"status": "paused", "aborted_samples": aborted})
+
+
+@router.post("/resume")
+async def resume(request: Request) -> Response:
+    """Continue after ``/pause``."""
+    await control.resume(_gateway(request).fleet)
+    return response(200, {"status": "resumed"})
+
+
+@router.get("/is_paused")
+async def is_paused(request: Request) -> Response:
+    """Return whether all schedulers are paused. A scheduler that has restarted is not."""
+    return response(200, {"is_paused": await control.is_paused(_gateway(request).fleet)})
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> Response:
+    """Compute the prompts of later requests anew, instead of reading the prefix cache. Running requests continue."""
+    return response(200, {"freed_pages": await control.reset_prefix_cache(_gateway(request).fleet)})
+
+
+@router.post("/abort_requests", openapi_extra=takes(AbortRequestsBody.model_json_schema()))
+async def abort_requests(request: Request) -> Response:
+    """End requests with their tokens and the finish reason ``abort``, as vLLM does. Unknown ids are ignored."""
+    body = await _read(request, AbortRequestsBody)
+    samples = await control.abort(_gateway(request).fleet, body.request_ids)
+    return response(200, {"samples": samples}, ignored_header(body))
+
+
+@router.post("/pause_generation", openapi_extra=takes(PauseGenerationBody.model_json_schema()))
+async def pause_generation(request: Request) -> Response:
+    """Stop all computation, as SGLang does."""
+    body = await _read(request, PauseGenerationBody)
+    mode, recompute = _SGLANG_MODES[body.mode]
+    pausing = control.pause(_gateway(request).fleet, mode, recompute=recompute)
+    await while_connected(request.receive, pausing)
+    return response(200, {"status": "ok", "message": "generation is paused"}, ignored_header(body))
+
+
+@router.post("/continue_generation")
+async def continue_generation(request: Request) -> Response:
+    """Continue after ``/pause_generation``, as SGLang does."""
+    await control.resume(_gateway(request).fleet)
+    return response(200, {"status": "ok", "message": "generation continues"})
+
+
+@router.post("/flush_cache")
+@router.get("/flush_cache")
+async def flush_cache(request: Request) -> Response:
+    """Compute the prompts of later requests anew, as SGLang does."""
+    freed = await control.reset_prefix_cache(_gateway(request).fleet)
+    return response(200, {"status": "ok", "message": f"the prefix cache is empty: {freed} pages are free again"})
+
+
+@router.post("/abort_request", openapi_extra=takes(AbortRequestBody.model_json_schema()))
+async def abort_request(request: Request) -> Response:
+    """End a request with its tokens and the finish reason ``abort``, as SGLang does. An unknown id is ignored."""
+    body = await _read(request, AbortRequestBody)
+    if not body.rid and not body.abort_all:
+        raise InvalidRequest("name the request to abort, or set abort_all to true", field="rid")
+    ids = [] if body.abort_all else [body.rid]
+    return response(200, {"samples": await control.abort(_gateway(request).fleet, ids)}, ignored_header(body))
+
+
+def _gateway(request: Request) -> Gateway:
+    gateway: Gateway = request.app.state.gateway
+    return gateway
+
+
+async def _read(request: Request, kind: type[B]) -> B:
+    """Return the body of a request, or the default one if the request has none. Raises ``InvalidRequest``."""
+    if not int(request.headers.get("content-length", 0)) and "transfer-encoding" not in request.headers:
+        await request.body()
+        return kind()
+    gateway = _gateway(request)
+    return await parse_large(gateway.text, Posted(await read_body(request, gateway.config.max_body_bytes)), kind)
+
+
+def _read_mode(request: Request) -> control.PauseMode:
+    given = request.query_params.get("mode", "abort")
+    for mode in _MODES:
+        if given == mode:
+            return mode
+    raise InvalidRequest(f"mode is {given[:100]!r}: expected {', '.join(_MODES)}", field="mode")
+
+
+def _read_flag(request: Request, name: str, *, default: bool) -> bool:
+    given = request.query_params.get(name)
+    if given is None:
+        return default
+    if given.lower() not in _BOOLEANS:
+        raise InvalidRequest(f"{name} is {given[:100]!r}: expected true or false", field=name)
+    return _BOOLEANS[given.lower()]

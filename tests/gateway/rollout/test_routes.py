@@ -1,0 +1,204 @@
+"""What trainers call: pauses, aborts and cache resets over HTTP, at two schedulers."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from services.common.errors import FailedPrecondition, Unavailable
+from services.gateway.rollout import control
+from tests.gateway.console.test_observer import connected
+from tests.gateway.deployment import PATIENCE_S, eventually
+from tests.gateway.replicas import Replicas
+
+LONG = {"prompt": "Hi", "max_tokens": 1500, "ignore_eos": True, "temperature": 1.0, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A gateway with two schedulers, whose steps are slow."""
+    replicas = Replicas(tmp_path_factory.mktemp("trained"), 2, worker={"step_ms": 20})
+    try:
+        replicas.deployment.wait_ready()
+        eventually(lambda: replicas.ready == 2)
+        yield replicas.deployment
+    finally:
+        replicas.stop()
+
+
+@pytest.fixture(autouse=True)
+def resumed(request):
+    """A test leaves nothing paused."""
+    yield
+    if "trained" in request.fixturenames:
+        post(request.getfixturevalue("trained"), "/resume")
+
+
+def post(deployment, path: str, **given) -> httpx.Response:
+    answer = httpx.post(deployment.url + path, timeout=PATIENCE_S, **given)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def is_paused(deployment) -> bool:
+    return httpx.get(deployment.url + "/is_paused", timeout=PATIENCE_S).json()["is_paused"]
+
+
+def running(deployment) -> float:
+    return deployment.metric("toka_num_requests_running")
+
+
+@pytest.mark.parametrize(
+    ("pause", "resume"),
+    [
+        (("/pause?mode=keep", {}), "/resume"),
+        (("/pause?mode=keep&clear_cache=false", {}), "/resume"),
+        (("/pause_generation", {"json": {"mode": "in_place"}}), "/continue_generation"),
+        (("/pause_generation", {"json": {"mode": "retract"}}), "/continue_generation"),
+    ],
+)
+def test_kept_requests_continue_as_if_there_had_been_no_pause(trained, pause, resume):
+    body = LONG | {"max_tokens": 60, "n": 4}
+    alone = trained.complete(**body).json()["choices"]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(trained.complete, **body)
+        eventually(lambda: running(trained) == 4)
+        path, given = pause
+        post(trained, path, **given)
+        assert is_paused(trained)
+        eventually(lambda: trained.metric("toka_paused") == 2)
+        later = pool.submit(trained.complete, prompt="Hi", max_tokens=2)
+        post(trained, resume, json={})
+        assert answer.result(PATIENCE_S).json()["choices"] == alone
+        assert later.result(PATIENCE_S).status_code == 200
+    assert not is_paused(trained)
+
+
+def test_a_pause_that_waits_answers_after_the_last_request(trained):
+    with ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(trained.complete, **LONG | {"max_tokens": 40, "n": 2})
+        eventually(lambda: running(trained) == 2)
+        assert post(trained, "/pause?mode=wait").json() == {"status": "paused", "aborted_samples": 0}
+        assert {each["finish_reason"] for each in answer.result(PATIENCE_S).json()["choices"]} == {"length"}
+        assert is_paused(trained)
+
+
+def streamed(deployment, path: str, body: dict, stop) -> list[dict]:
+    """The events of a stream. ``stop`` is called with its request id after the first one with content."""
+    events = []
+    with httpx.stream("POST", deployment.url + path, json=body | {"stream": True}, timeout=PATIENCE_S) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            events.append(json.loads(line.removeprefix("data: ")))
+            if stop is not None and ("choices" in events[-1] or "delta" in events[-1]):
+                stop(answer.headers["x-request-id"])
+                stop = None
+    return events
+
+
+STOPS = {
+    "vllm pause": lambda deployment, _: post(deployment, "/pause"),
+    "sglang pause": lambda deployment, _: post(deployment, "/pause_generation"),
+    "vllm one": lambda deployment, name: post(deployment, "/abort_requests", json={"request_ids": [name, "gone"]}),
+    "vllm all": lambda deployment, _: post(deployment, "/abort_requests"),
+    "sglang one": lambda deployment, name: post(deployment, "/abort_request", json={"rid": name}),
+    "sglang all": lambda deployment, _: post(deployment, "/abort_request", json={"abort_all": True}),
+}
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_aborted_samples_end_with_their_tokens(trained, stop):
+    body = LONG | {"n": 3, "stream_options": {"include_usage": True}}
+    events = streamed(trained, "/v1/completions", body, lambda name: STOPS[stop](trained, name))
+    reasons = [each["finish_reason"] for event in events for each in event["choices"] if each["finish_reason"]]
+    assert reasons == ["abort"] * 3
+    assert 1 <= events[-1]["usage"]["completion_tokens"] < 3 * 1500
+    eventually(lambda: running(trained) == 0)
+    assert is_paused(trained) == ("pause" in stop)
+
+
+def test_every_prompt_of_an_aborted_request_ends_and_others_continue(trained):
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(trained.complete, **LONG | {"max_tokens": 60})
+        body = LONG | {"prompt": ["Hi", "Ho", "Hu"], "extra": 1}
+        events = streamed(
+            trained, "/v1/completions", body, lambda name: post(trained, "/abort_request", json={"rid": name})
+        )
+        reasons = [each["finish_reason"] for event in events for each in event["choices"] if each["finish_reason"]]
+        assert reasons == ["abort"] * 3
+        assert other.result(PATIENCE_S).json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_aborts_in_the_words_of_each_api(trained):
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1500, "ignore_eos": True, "model": "x"}
+
+    def stop(name: str) -> None:
+        post(trained, "/abort_requests", json={})
+
+    events = streamed(trained, "/v1/chat/completions", chat, stop)
+    assert events[-1]["choices"][0]["finish_reason"] == "abort"
+    events = streamed(trained, "/v1/messages", chat, stop)
+    assert [event["delta"]["stop_reason"] for event in events if event["type"] == "message_delta"] == ["pause_turn"]
+    events = streamed(trained, "/v1/responses", {"input": "Hi", "max_output_tokens": 1500, "ignore_eos": True}, stop)
+    [ended] = [event["response"] for event in events if event["type"] == "response.incomplete"]
+    assert (ended["status"], ended["incomplete_details"]) == ("incomplete", {"reason": "abort"})
+
+
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/flush_cache", "/pause?mode=keep"])
+def test_prompts_after_a_reset_are_computed_again(trained, path):
+    def cached() -> int:
+        usage = trained.complete(prompt="word " * 200, max_tokens=1).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    cached()
+    assert cached() > 0
+    post(trained, path)
+    post(trained, "/resume")
+    assert cached() == 0
+
+
+def test_the_cache_is_flushed_by_get_as_in_sglang(trained):
+    assert httpx.get(trained.url + "/flush_cache", timeout=PATIENCE_S).status_code == 200
+    page = {"sec-fetch-site": "cross-site", "origin": "http://evil.example"}
+    assert httpx.get(trained.url + "/flush_cache", headers=page, timeout=PATIENCE_S).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "field"),
+    [
+        ("/pause?mode=stop", {}, "mode"),
+        ("/pause?clear_cache=perhaps", {}, "clear_cache"),
+        ("/pause_generation", {"json": {"mode": "keep"}}, "mode"),
+        ("/abort_request", {"json": {}}, "rid"),
+        ("/abort_request", {}, "rid"),
+        ("/abort_requests", {"json": {"request_ids": "x"}}, "request_ids"),
+        ("/abort_requests", {"json": {"request_ids": [""]}}, "request_ids"),
+        ("/abort_requests", {"json": {"request_ids": ["x"] * 5000}}, "request_ids"),
+    ],
+)
+def test_a_wrong_call_names_the_field(trained, path, given, field):
+    refused = httpx.post(trained.url + path, timeout=PATIENCE_S, **given)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), refused.text
+    assert not is_paused(trained)
+
+
+def test_unknown_parameters_are_listed(trained):
+    answer = post(trained, "/abort_request", json={"rid": "x", "what": 1})
+    assert answer.headers["x-toka-ignored-params"] == "what"
+
+
+@pytest.mark.parametrize(
+    ("stub", "error"), [("none", Unavailable), ("old", FailedPrecondition), ("closed", Unavailable)]
+)
+async def test_a_scheduler_that_cannot_be_called_is_named(stub, error):
+    """It is not connected, it is older than the call, or its connection ends."""
+    async with connected() as (_, channel, replica):
+        if stub == "none":
+            replica.stub = None
+        if stub == "closed":
+            await channel.close()
+        with pytest.raises(error, match=replica.address):
+            await control.pause(SimpleNamespace(replicas=(replica,)), "keep")
