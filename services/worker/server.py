@@ -23,12 +23,13 @@ from services.worker.boot.compilation import kernel_compilations, recompilations
 from services.worker.boot.precompile.background import KernelCompiler
 from services.worker.boot.progress import BootProgress
 from services.worker.engine.engine import Engine
+from services.worker.engine.weights import ModelWeights
 from services.worker.metrics import WorkerMetrics
 from services.worker.parallel.errors import ParallelError
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
 SERVICE = "tokasaurus.worker.v1.WorkerService"
-CONTRACT_VERSION = "2.1"
+CONTRACT_VERSION = "2.2"
 MAX_PLANS_IN_FLIGHT = 16
 STOP_GRACE_S = 5.0
 
@@ -90,6 +91,9 @@ async def _serve(
         metrics.begin(info.device, made.expert_load)
         collect_seldom()
         on_serving(engine.progresses)
+        if made.loaded is not None:
+            directories = config.weight_directories
+            servicer.weights = ModelWeights(made.loaded, made.runner, engine.run_alone, directories)
         servicer.info = info  # from now on, streams are accepted
         watch = asyncio.create_task(_watch(engine, server, config.step_deadline))
         await asyncio.wait((ended, stopping, watch), return_when=asyncio.FIRST_COMPLETED)

@@ -102,6 +102,7 @@ class FakeModel:
     def __init__(self, shape: FakeShape, script: Script | None = None) -> None:
         self.shape = shape
         self.script = script
+        self.weights = 0  # number of the weights; each chooses other tokens
         self.checker = PlanChecker(shape.limits)
         self.noise = np.zeros(shape.max_slots, np.uint64)
         self.logprobs = np.zeros(shape.max_slots, bool)
@@ -160,7 +161,7 @@ class FakeModel:
 
     def _sample(self, slots: np.ndarray) -> plan_pb2.StepResult:
         shape, result = self.shape, plan_pb2.StepResult(step=self.checker.last.step)
-        mixed = _mix(self.checker.hash[slots] ^ self.noise[slots])
+        mixed = _mix(self.checker.hash[slots] ^ self.noise[slots] ^ np.uint64(self.weights))
         tokens = _choose(shape, mixed)
         if self.script is not None:
             for row, slot in enumerate(slots.tolist()):
@@ -222,9 +223,10 @@ def continuation(
     seed: int = 0,
     sample_index: int = 0,
     temperature: float = 1.0,
+    weights: int = 0,
 ) -> list[int]:
     """The next ``count`` tokens that a fake worker gives behind ``prompt``, whatever batches it runs in."""
-    noise = np.uint64(_noise(temperature, seed, sample_index))
+    noise = np.uint64(_noise(temperature, seed, sample_index) ^ weights)
     value = prefix_hashes(np.array(prompt, np.uint32))[-1:]
     tokens: list[int] = []
     for _ in range(count):

@@ -26,7 +26,9 @@ from services.common.process.tracing import Tracing
 from services.common.rpc.server import RpcServer
 from services.worker.engine.traces import PrefillTraces
 from tests.fakes.model import FakeModel, FakeShape, Script, Violation, parrot_script, reply_script
+from tokasaurus.common.v1 import weights_pb2
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
+from tokasaurus.worker.v1 import weights_pb2 as worker_weights_pb2
 
 SERVICE = "tokasaurus.worker.v1.WorkerService"
 
@@ -67,6 +69,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.deaths = 0
         self.traces: PrefillTraces | None = None
         self.incarnation_id = uuid.uuid4().hex
+        self.weights = weights_pb2.Weights()
+        self.disk: dict[str, int] = {}  # content of directories, beside "/weights/N", which has the weights N
+        self.staged: worker_weights_pb2.StageWeightsRequest | None = None
+        self.on_commit: Callable[[], None] = lambda: None
         self.asked = 0  # calls of GetWorkerInfo
         self._loading = False
         self._open = asyncio.Event()  # answers go out while it is set
@@ -104,6 +110,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     def crash(self) -> None:
         """End the stream without a word and forget everything, as a process that died and came back."""
         self.incarnation_id = uuid.uuid4().hex
+        self.weights, self.staged = weights_pb2.Weights(), None
         if self._end is not None and not self._end.done():
             self._end.set_exception(Unavailable("the fake worker crashed"))
 
@@ -129,7 +136,47 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.asked += 1
         if self._loading:
             raise Unavailable("the model is still loading")
-        return worker_pb2.GetWorkerInfoResponse(info=self.shape.worker_info(self.incarnation_id))
+        info = self.shape.worker_info(self.incarnation_id)
+        info.weights.CopyFrom(self.weights)
+        return worker_pb2.GetWorkerInfoResponse(info=info)
+
+    async def StageWeights(self, request, context):
+        self.staged = None
+        if (content := self._content(request.directory)) is None:
+            raise InvalidRequest(f"{request.directory}: model.norm.weight is missing", field="directory")
+        self.staged = request
+        return worker_weights_pb2.StageWeightsResponse(tensors=1, bytes=100, fingerprint=content)
+
+    async def CommitWeights(self, request, context):
+        staged, self.staged = self.staged, None
+        if staged is None or staged.update_id != request.update_id:
+            raise FailedPrecondition("it is not staged")
+        self.on_commit()
+        self.weights = weights_pb2.Weights(
+            version=staged.version,
+            directory=staged.directory,
+            update_id=staged.update_id,
+            committed_unix_ns=time.time_ns(),
+            fingerprint=self._content(staged.directory),
+        )
+        self.model.weights = self.weights.fingerprint
+        return worker_weights_pb2.CommitWeightsResponse(weights=self.weights)
+
+    async def DiscardWeights(self, request, context):
+        if self.staged is not None and self.staged.update_id == request.update_id:
+            self.staged = None
+        return worker_weights_pb2.DiscardWeightsResponse()
+
+    async def GetWeights(self, request, context):
+        response = worker_weights_pb2.GetWeightsResponse(weights=self.weights)
+        if request.checksums:
+            response.checksums.add(name="norm", blake2b=f"{self.weights.fingerprint:032x}")
+        return response
+
+    def _content(self, directory: str) -> int | None:
+        """The number of the weights in ``directory``."""
+        above, _, name = directory.rpartition("/")
+        return self.disk.get(directory, int(name) if above == "/weights" and name.isdecimal() else None)
 
     async def RunSteps(self, request_iterator, context):
         first = await anext(aiter(request_iterator), None)
@@ -146,6 +193,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             self._end.set_exception(TokaError("a new hello ended this stream"))
         end = self._end = asyncio.get_running_loop().create_future()
         self.model = FakeModel(self.shape, self.script)
+        self.model.weights = self.weights.fingerprint
         self.model.fail_tokens = self.fail_tokens
         self.streams += 1
         self.stream_ids.append(hello.stream_id)

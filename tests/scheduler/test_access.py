@@ -9,7 +9,6 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from structlog.testing import capture_logs
 
@@ -23,9 +22,10 @@ from services.scheduler.api.access import exposure
 from services.scheduler.server import SchedulerServer
 from tests.common.rpc.authority import Authority, flags, links
 from tests.fakes.worker import FakeWorker
+from tests.scheduler import every_method
 from tests.scheduler.call_status import begins, ends
-from tests.scheduler.service import PROMPT
-from tokasaurus.scheduler.v1 import control_pb2, generate_pb2, observe_pb2, scheduler_pb2_grpc, session_pb2
+from tests.scheduler.every_method import METHODS, OF_ADMINS, request
+from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, scheduler_pb2_grpc
 
 OK, WHO, NO = grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED
 KEYS = {name: new_key() for name in ("team", "other", "boss", "late", "one-at-a-time", "thrifty", "open")}
@@ -75,26 +75,7 @@ class Service:
 
     def calls(self, metadata=()) -> dict[str, grpc.aio.Call]:
         """One of every method."""
-        stub, reflection = self.stub, reflection_pb2_grpc.ServerReflectionStub(self.channel)
-        opening = session_pb2.SessionRequest(open=session_pb2.SessionOpen(client_id="test"))
-        reflected = reflection_pb2.ServerReflectionRequest(list_services="")
-        return {
-            "Generate": stub.Generate(request(), metadata=metadata),
-            "Session": stub.Session(iter([opening]), metadata=metadata),
-            "GetModel": stub.GetModel(observe_pb2.GetModelRequest(), metadata=metadata),
-            "GetLoad": stub.GetLoad(observe_pb2.GetLoadRequest(), metadata=metadata),
-            "Forecast": stub.Forecast(observe_pb2.ForecastRequest(request=request()), metadata=metadata),
-            "ListRequests": stub.ListRequests(observe_pb2.ListRequestsRequest(), metadata=metadata),
-            "CancelRequest": stub.CancelRequest(observe_pb2.CancelRequestRequest(request_id="x"), metadata=metadata),
-            "WatchPlans": stub.WatchPlans(observe_pb2.WatchPlansRequest(), metadata=metadata),
-            "Pause": stub.Pause(control_pb2.PauseRequest(mode=99), metadata=metadata),
-            "Resume": stub.Resume(control_pb2.ResumeRequest(), metadata=metadata),
-            "AbortRequests": stub.AbortRequests(control_pb2.AbortRequestsRequest(request_ids=["x"]), metadata=metadata),
-            "ResetPrefixCache": stub.ResetPrefixCache(control_pb2.ResetPrefixCacheRequest(), metadata=metadata),
-            "Tokenize": stub.Tokenize(observe_pb2.TokenizeRequest(text="a"), metadata=metadata),
-            "Detokenize": stub.Detokenize(observe_pb2.DetokenizeRequest(token_ids=[40]), metadata=metadata),
-            "reflection": reflection.ServerReflectionInfo(iter([reflected]), metadata=metadata),
-        }
+        return every_method.calls(self.channel, metadata)
 
     async def codes(self, metadata=(), *, trusted) -> dict[str, grpc.StatusCode]:
         """How a call of each method ends. ``trusted``: metadata of somebody who has something planned meanwhile."""
@@ -121,13 +102,6 @@ class Service:
         return (await self.stub.GetLoad(observe_pb2.GetLoadRequest(), metadata=metadata)).load
 
 
-def request(max_tokens: int = 2, stop_token_ids=(), **fields) -> generate_pb2.GenerateRequest:
-    prompt = generate_pb2.TokenPrompt(token_ids=PROMPT)
-    stopping = generate_pb2.Stopping(max_tokens=max_tokens, ignore_eos=True, token_ids=stop_token_ids)
-    sampling = generate_pb2.Sampling(temperature=0)
-    return generate_pb2.GenerateRequest(tokens=prompt, stopping=stopping, sampling=sampling, **fields)
-
-
 @asynccontextmanager
 async def serving(dialer: Dialer = PLAIN, *, worker_listen: str = "127.0.0.1:0", **given):
     """All servers. Ready means that the link to the worker is up."""
@@ -148,14 +122,7 @@ async def serving(dialer: Dialer = PLAIN, *, worker_listen: str = "127.0.0.1:0",
         await worker.stop()
 
 
-OF_ADMINS = {
-    "Session", "ListRequests", "CancelRequest", "WatchPlans", "Pause", "Resume", "AbortRequests", "ResetPrefixCache"
-}  # fmt: skip
-METHODS = OF_ADMINS | {"Generate", "GetModel", "GetLoad", "Forecast", "Tokenize", "Detokenize", "reflection"}
-LET_IN = dict.fromkeys(METHODS, OK) | {
-    "CancelRequest": grpc.StatusCode.NOT_FOUND,  # there is no such request
-    "Pause": grpc.StatusCode.INVALID_ARGUMENT,  # there is no such mode
-}
+LET_IN = dict.fromkeys(METHODS, OK) | every_method.CODES
 
 
 async def test_without_keys_everything_is_open():
@@ -278,7 +245,7 @@ async def test_a_key_has_so_many_tokens_a_minute_and_what_was_not_made_comes_bac
         assert await code(max_tokens=2000) is grpc.StatusCode.INVALID_ARGUMENT
         outputs = [each.outputs async for each in service.stub.Generate(request(), metadata=mine)]
         first = next(sample.token_ids[0] for each in outputs for sample in each.samples if sample.token_ids)
-        most = 600 - len(PROMPT)
+        most = 600 - len(request().tokens.token_ids)
         for _ in range(3):
             assert await code(max_tokens=most, stop_token_ids=[first]) is OK
         service.worker.hold()

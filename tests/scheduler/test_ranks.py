@@ -15,6 +15,7 @@ from services.scheduler.core.plan import NO_SLOTS
 from services.scheduler.server import SchedulerServer, serve
 from services.scheduler.workers.link import WorkerLink
 from services.scheduler.workers.stream import RankStream, ReceivedResult, WorkerStream
+from services.scheduler.workers.weights import WorkerWeights
 from tests.fakes.model import FakeShape, continuation
 from tests.fakes.worker import FakeReplica, FakeWorker
 from tests.scheduler.service import PROMPT, Service, session, start
@@ -22,6 +23,8 @@ from tests.scheduler.test_plan_messages import sent_steps
 from tokasaurus.scheduler.v1 import generate_pb2 as g
 from tokasaurus.scheduler.v1 import session_pb2
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
+
+WEIGHTS = WorkerWeights({}, lambda call: None)
 
 
 def request(seed: int, most: int = 60) -> dict:
@@ -347,7 +350,7 @@ async def test_what_is_said_of_several_ranks_is_said_once_and_a_loss_names_the_a
 async def test_an_answer_is_held_back_until_every_rank_has_given_it():
     events = Events()
     ranks = [RankStream("a:1", reports=False), RankStream("b:2", reports=True), RankStream("c:3", reports=False)]
-    stream = WorkerStream(worker_pb2.WorkerInfo(), 4, ranks, events)
+    stream = WorkerStream(worker_pb2.WorkerInfo(), 4, ranks, events, WEIGHTS, "")
     first, reporter, other = ranks
 
     def answer(step: int) -> ReceivedResult:
@@ -375,7 +378,7 @@ async def test_an_answer_is_held_back_until_every_rank_has_given_it():
 @pytest.mark.parametrize("together", [True, False])
 async def test_a_plan_after_the_last_one_reaches_no_rank(together):
     ranks = [RankStream("a:1", reports=False), RankStream("b:2", reports=True)]
-    stream = WorkerStream(worker_pb2.WorkerInfo(), 3, ranks, Events())
+    stream = WorkerStream(worker_pb2.WorkerInfo(), 3, ranks, Events(), WEIGHTS, "")
     for rank in ranks:
         rank.takes_together = together
     stream.send(plan_pb2.StepPlan(step=1))

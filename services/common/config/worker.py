@@ -9,7 +9,7 @@ from services.common.config.grpc import GrpcFlags, refuse_unused_authorities
 from services.common.config.metrics import MetricsFlags
 from services.common.config.service import ServiceFlags
 from services.common.config.shared import PipelineSize
-from services.common.flags import AutoBool, AutoInt, Bool, Config, CudaOnly, Examples, Int, Ints, Needs, within
+from services.common.flags import AutoBool, AutoInt, Bool, Config, CudaOnly, Examples, Int, Ints, Needs, Strings, within
 
 MASTER_PORT = 10510  # where the ranks of a replica meet
 
@@ -30,6 +30,11 @@ class WorkerFlags(Config):
     )
     load_format: Literal["safetensors", "dummy"] = Field(
         "safetensors", description="dummy: random weights of the model's shape, for benchmarks"
+    )
+    weight_directories: Strings = Field(
+        (),
+        description="directories from which the weights may be replaced while the worker runs, and all below them;"
+        " default: none",
     )
     quantization: Literal["none", "fp8"] = Field("none", description="fp8: weights and activations, scaled by row")
     kv_cache_num_tokens: Annotated[AutoInt, within(1, 2**40)] = Field(

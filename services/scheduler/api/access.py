@@ -20,17 +20,10 @@ Metadata = Iterable[tuple[str, str | bytes]]
 _SERVICE = "/tokasaurus.scheduler.v1.SchedulerService/"
 _SESSION = f"{_SERVICE}Session"  # carries requests of any key
 # The other methods concern requests of all keys.
+_CONTROL = ("Pause", "Resume", "AbortRequests", "ResetPrefixCache")
+_WEIGHTS = ("StageWeights", "CommitWeights", "DiscardWeights", "GetWeights")
 _OF_ADMINS = frozenset(
-    {
-        _SESSION,
-        f"{_SERVICE}ListRequests",
-        f"{_SERVICE}CancelRequest",
-        f"{_SERVICE}WatchPlans",
-        f"{_SERVICE}Pause",
-        f"{_SERVICE}Resume",
-        f"{_SERVICE}AbortRequests",
-        f"{_SERVICE}ResetPrefixCache",
-    }
+    {_SESSION} | {f"{_SERVICE}{name}" for name in ("ListRequests", "CancelRequest", "WatchPlans", *_CONTROL, *_WEIGHTS)}
 )
 _OPEN = "/grpc.health.v1.Health/"
 _AUTHORIZATION = "authorization"

@@ -126,6 +126,8 @@ def encode_finish(finish: Finish) -> generate_pb2.Finish:
         message.stop_token_id = finish.stop_token_id
     elif finish.stop_string is not None:
         message.stop_string.index, message.stop_string.trailing_bytes = finish.stop_string
+    for span in finish.spans:
+        message.weights.add(version=span.version, tokens=span.tokens)
     if finish.error is not None:
         message.error.CopyFrom(to_status(finish.error))
     return message

@@ -22,6 +22,7 @@ from services.scheduler.api.send_timeout import SendTimeout
 from services.scheduler.api.session import SessionStream
 from services.scheduler.api.spending import Spending
 from services.scheduler.api.validation import read_message
+from services.scheduler.api.weights import VERSION_CHARACTERS, WeightUpdates
 from services.scheduler.core.future.estimate import estimate
 from services.scheduler.core.future.overview import read_overview
 from services.scheduler.core.life.intake import resolve_limit
@@ -48,6 +49,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         hub: Hub,
         model: ServedModel,
         grammar_checker: GrammarChecker,
+        updates: WeightUpdates,
         scheduler_id: str,
         send_timeout: SendTimeout,
         access: Access | None = None,
@@ -55,6 +57,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._hub = hub
         self._model = model
         self._grammar_checker = grammar_checker
+        self._updates = updates
         self._scheduler_id = scheduler_id
         self._send_timeout = send_timeout
         self._access = access or Access()
@@ -140,18 +143,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return observe_pb2.CancelRequestResponse(samples=samples)
 
     async def Pause(self, request: control_pb2.PauseRequest, context: AnyContext) -> control_pb2.PauseResponse:
-        try:
-            mode = PauseMode(request.mode or PauseMode.KEEP)
-        except ValueError:
-            names = ", ".join(f"{each.name} ({each.value})" for each in PauseMode)
-            raise InvalidRequest(f"mode is {request.mode}: expected {names}", field="mode") from None
+        mode = _read_mode(request.mode)
         log.info("pause", mode=mode.name.lower(), recompute=request.recompute)
         aborted = await asyncio.wrap_future(self._hub.engine.pause(mode, recompute=request.recompute))
         log.info("paused", aborted_samples=aborted)
         return control_pb2.PauseResponse(aborted_samples=aborted)
 
     async def Resume(self, request: control_pb2.ResumeRequest, context: AnyContext) -> control_pb2.ResumeResponse:
-        await asyncio.wrap_future(self._hub.engine.resume())
+        async with self._updates.committing:
+            await asyncio.wrap_future(self._hub.engine.resume())
         log.info("resumed")
         return control_pb2.ResumeResponse()
 
@@ -172,6 +172,29 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> control_pb2.ResetPrefixCacheResponse:
         freed = await self._hub.ask(lambda core: core.reset_prefix_cache())
         return control_pb2.ResetPrefixCacheResponse(freed_pages=freed)
+
+    async def StageWeights(
+        self, request: control_pb2.StageWeightsRequest, context: AnyContext
+    ) -> control_pb2.StageWeightsResponse:
+        version = request.version if request.HasField("version") else request.directory[:VERSION_CHARACTERS]
+        return await self._updates.stage(request.directory, version)
+
+    async def CommitWeights(
+        self, request: control_pb2.CommitWeightsRequest, context: AnyContext
+    ) -> control_pb2.CommitWeightsResponse:
+        mode = _read_mode(request.mode)
+        return await self._updates.commit(request.update_id, mode, recompute=request.recompute)
+
+    async def DiscardWeights(
+        self, request: control_pb2.DiscardWeightsRequest, context: AnyContext
+    ) -> control_pb2.DiscardWeightsResponse:
+        await self._updates.discard(request.update_id)
+        return control_pb2.DiscardWeightsResponse()
+
+    async def GetWeights(
+        self, request: control_pb2.GetWeightsRequest, context: AnyContext
+    ) -> control_pb2.GetWeightsResponse:
+        return await self._updates.read(checksums=request.checksums)
 
     async def WatchPlans(
         self, request: observe_pb2.WatchPlansRequest, context: AnyContext
@@ -236,6 +259,14 @@ def _attached(core: Scheduler) -> State:
     if not core.state.attached:
         raise Unavailable("the worker has not connected yet; try again")
     return core.state
+
+
+def _read_mode(mode: int) -> PauseMode:
+    try:
+        return PauseMode(mode or PauseMode.KEEP)
+    except ValueError:
+        names = ", ".join(f"{each.name} ({each.value})" for each in PauseMode)
+        raise InvalidRequest(f"mode is {mode}: expected {names}", field="mode") from None
 
 
 def _check_horizon(steps: int) -> None:

@@ -125,7 +125,7 @@ class Sample:
     __slots__ = (
         "accepted_ns", "arrival", "cached_tokens", "computed_before", "finished", "first_plan_ns", "first_token_ns",
         "generated", "handle", "index", "known", "last_token_ns", "losses", "losses_alone", "overtaken",
-        "preempted_for_others", "preemptions", "reach", "request", "slot", "stop_state",
+        "preempted_for_others", "preemptions", "reach", "request", "slot", "spans", "stop_state",
     )  # fmt: skip
 
     def __init__(self, request: Request, offset: int, arrival: int, accepted_ns: int) -> None:
@@ -143,6 +143,7 @@ class Sample:
         # For the quarantine: workers lost at this length, and those lost while the sample ran alone. ``reach`` is the
         # length that it would have had after the plans in flight.
         self.losses = self.losses_alone = self.reach = 0
+        self.spans: tuple[WeightsSpan, ...] = ()  # its tokens until the last change of the weights
         self.preemptions = 0
         self.preempted_for_others = 0  # preemptions for a higher class or another key
         self.overtaken = 0  # samples that were admitted before it while it was the first and did not fit
@@ -167,6 +168,13 @@ class Sample:
         return self.request.guaranteed or self.preemptions >= 2
 
 
+class WeightsSpan(NamedTuple):
+    """Consecutive tokens of a sample that the same weights generated."""
+
+    version: str
+    tokens: int
+
+
 class Finish(NamedTuple):
     """The end of a sample, with the facts about it that are sent once."""
 
@@ -182,3 +190,4 @@ class Finish(NamedTuple):
     stop_token_id: int | None = None
     stop_string: tuple[int, int] | None = None  # (index, trailing bytes)
     error: TokaError | None = None  # with ERROR, and with CANCELLED by an operator
+    spans: tuple[WeightsSpan, ...] = ()  # empty while the worker has the weights of its start

@@ -177,6 +177,14 @@ class Scheduler:
         """Let no later request use pages that are computed now. Return the number of pages that this frees."""
         return self.state.pool.tree.reset() if self.state.attached else 0
 
+    def change_weights(self, version: str) -> None:
+        """Record that the worker has weights of another ``version`` from the next plan on. No plan is in flight."""
+        if version == self.state.queue.weights_version:
+            return
+        self._lifecycle.close_spans()
+        self.state.queue.weights_version = version
+        self.reset_prefix_cache()
+
     def end_overdue(self, now_ms: int) -> None:
         """End the requests past their deadline."""
         for request in self.deadlines.due(now_ms):

@@ -140,10 +140,11 @@ class EngineLoop:
     def worker_missing(self, reason: str) -> None:
         self.post(lambda: self._miss(reason))
 
-    def pause(self, mode: PauseMode, *, recompute: bool) -> Future[int]:
+    def pause(self, mode: PauseMode | None, *, recompute: bool = False) -> Future[int]:
         """Pause the core. The future completes when the pause has begun, with the number of samples that it ended.
 
-        It fails with ``FailedPrecondition`` if the core is resumed before.
+        ``mode`` None stands for the pause that was requested before. The future fails with ``FailedPrecondition`` if
+        the core is resumed before.
         """
         began: Future[int] = Future()
         self.post(lambda: self._pauses.request(self._core, mode, recompute=recompute, began=began))
@@ -289,6 +290,7 @@ class EngineLoop:
         self._ahead = min(policy.steps_ahead, most), most
         core.state.queue.steps_ahead = self._ahead[0]
         core.attach(self.limits_of(stream.info))
+        core.change_weights(stream.weights_version)
         self._pace.begin((stages - 1) / policy.micro_batches)
         self._stream = stream
         if self._recorder is not None:

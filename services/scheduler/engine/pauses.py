@@ -14,11 +14,16 @@ class Pauses:
     def __init__(self) -> None:
         self._calls: list[tuple[Future[int], int]] = []  # and the samples that each ended
 
-    def request(self, core: Scheduler, mode: PauseMode, *, recompute: bool, began: Future[int]) -> None:
-        """Pause ``core``. ``began`` gets the number of samples that this ended, when the pause has begun."""
+    def request(self, core: Scheduler, mode: PauseMode | None, *, recompute: bool, began: Future[int]) -> None:
+        """Pause ``core``. ``began`` gets the number of samples that this ended, when the pause has begun.
+
+        ``mode`` None stands for the pause that was requested before.
+        """
         if began.set_running_or_notify_cancel():
             with errors_to(began.set_exception):
-                self._calls.append((began, core.pause(mode, recompute=recompute)))
+                if mode is None and core.state.queue.pause is None:
+                    raise _resumed()
+                self._calls.append((began, 0 if mode is None else core.pause(mode, recompute=recompute)))
 
     def complete(self, core: Scheduler) -> None:
         """Complete the calls if the pause has begun."""
@@ -31,5 +36,9 @@ class Pauses:
         """Resume ``core``, and fail the calls."""
         core.resume()
         for began, _ in self._calls:
-            began.set_exception(FailedPrecondition("the scheduler was resumed before the pause had begun"))
+            began.set_exception(_resumed())
         self._calls.clear()
+
+
+def _resumed() -> FailedPrecondition:
+    return FailedPrecondition("the scheduler was resumed before the pause had begun")

@@ -14,12 +14,15 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.boundaries import errors_to
+from services.common.errors import TokaError
 from services.common.plan.codec import decode_result
 from services.common.rpc.channel import PLAIN, Dialer
 from services.scheduler.workers import heartbeat
 from services.scheduler.workers.heartbeat import WorkerHeartbeat
 from services.scheduler.workers.replica import Unready, is_reporter, merge_infos
 from services.scheduler.workers.stream import RankStream, ReceivedResult, WorkerEvents, WorkerStream
+from services.scheduler.workers.weights import WorkerWeights, restore
+from tokasaurus.common.v1 import weights_pb2
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -69,7 +72,8 @@ class WorkerLink:
         self._started_at = 0.0
         self._stopping = threading.Event()
         self._calls: list[grpc.RpcContext] = []  # calls in which threads block
-        self._stream: WorkerStream | None = None  # the current one
+        self.stream: WorkerStream | None = None  # the current one
+        self.committed = weights_pb2.Weights()  # the last known weights of the workers
         self._thread = threading.Thread(target=self._run, name="worker-link", daemon=True)
 
     def start(self) -> None:
@@ -79,7 +83,7 @@ class WorkerLink:
     def stop(self) -> None:
         """End the streams, after the sent plans if they are up, and the threads."""
         self._stopping.set()
-        if (stream := self._stream) is not None:
+        if (stream := self.stream) is not None:
             stream.finish()
             self._thread.join(_STOP_TIMEOUT_S)
         for call in self._calls:
@@ -144,18 +148,22 @@ class WorkerLink:
                 self._check(info)
                 plans = min(self._plans_in_flight, info.max_plans_in_flight)
                 ranks = [RankStream(address, reports=is_reporter(each)) for address, each in infos.items()]
-                stream = WorkerStream(info, plans, ranks, self._events)
+                weights = WorkerWeights(stubs, self._registered)
+                self.committed = restore(weights, infos, self.committed)
+                stream = WorkerStream(info, plans, ranks, self._events, weights, self.committed.version)
                 heartbeats = [WorkerHeartbeat(address, channel, self._dialer) for address, channel in opened.items()]
                 reason = self._run_streams(stream, stubs, _Reports(heartbeats))
             except Unready as error:
                 reason = str(error)
+            except TokaError as error:  # the weights cannot be restored
+                reason = error.message
             except grpc.FutureCancelledError:
                 reason = "stopping"
             except ValueError as error:  # workers that cannot be used
                 reason = str(error)
                 if not self._served:
                     self._on_unusable(reason)
-        lost, self._stream = self._stream, None
+        lost, self.stream = self.stream, None
         if lost is not None:
             stopping = self._stopping.is_set()
             self._events.worker_lost(lost, "the scheduler stops" if stopping else reason, stopping=stopping)
@@ -252,7 +260,7 @@ class WorkerLink:
 
     def _serve(self, stream: WorkerStream, reports: "_Reports") -> str:
         """Block until a stream ends. Return the reason."""
-        self._stream, self._served, self._last_reason = stream, True, ""
+        self.stream, self._served, self._last_reason = stream, True, ""
         log.info("worker connected", addresses=",".join(self._addresses), incarnation=stream.info.incarnation_id)
         self._events.worker_connected(stream)
         while (ended := reports.get()[1]) is None:  # ignore a repeated ready

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import grpc
 
 from services.common.plan.result import StepResult
+from services.scheduler.workers.weights import WorkerWeights
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
 # Most bytes of plans that share a message, whose size is limited. A larger plan is sent alone.
@@ -89,9 +90,17 @@ class WorkerStream:
     """
 
     def __init__(
-        self, info: worker_pb2.WorkerInfo, plans_in_flight: int, ranks: Sequence[RankStream], events: WorkerEvents
+        self,
+        info: worker_pb2.WorkerInfo,
+        plans_in_flight: int,
+        ranks: Sequence[RankStream],
+        events: WorkerEvents,
+        weights: WorkerWeights,
+        weights_version: str,
     ) -> None:
+        """``weights_version`` is that of all workers at the start of the stream."""
         self.info, self.plans_in_flight, self.ranks = info, plans_in_flight, ranks
+        self.weights, self.weights_version = weights, weights_version
         self._events = events
         self._sending = threading.Lock()  # so that every rank gets the same plans
         self._finished = False  # protected by ``_sending``

@@ -11,6 +11,9 @@ from services.common.boundaries import errors_to
 from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
 from services.worker.api.stream import Stream, Superseded
 from services.worker.engine.engine import Engine
+from services.worker.engine.weights import ModelWeights
+from tokasaurus.common.v1 import weights_pb2
+from tokasaurus.worker.v1 import weights_pb2 as worker_weights_pb2
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -21,6 +24,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def __init__(self, engine: Engine) -> None:
         self.info: worker_pb2.WorkerInfo | None = None
+        self.weights: ModelWeights | None = None  # set before ``info``; None if the worker cannot replace its weights
         self._engine = engine
         self._lock = threading.Lock()  # protects the following fields and the ``closed`` of every stream
         self._current: Stream | None = None
@@ -30,7 +34,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def GetWorkerInfo(
         self, request: worker_pb2.GetWorkerInfoRequest, context: grpc.ServicerContext
     ) -> worker_pb2.GetWorkerInfoResponse:
-        return worker_pb2.GetWorkerInfoResponse(info=self._ready_info())
+        response = worker_pb2.GetWorkerInfoResponse(info=self._ready_info())
+        if self.weights is not None:
+            response.info.weights.CopyFrom(weights_pb2.Weights(**self.weights.version._asdict()))
+        return response
 
     def RunSteps(
         self, requests: Iterator[worker_pb2.RunStepsRequest], context: grpc.ServicerContext
@@ -53,6 +60,35 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             self._close(stream)
 
+    def StageWeights(
+        self, request: worker_weights_pb2.StageWeightsRequest, context: grpc.ServicerContext
+    ) -> worker_weights_pb2.StageWeightsResponse:
+        staged = self._ready_weights().stage(request.update_id, request.version, request.directory)
+        return worker_weights_pb2.StageWeightsResponse(
+            tensors=len(staged.tensors), bytes=staged.nbytes, fingerprint=staged.fingerprint
+        )
+
+    def CommitWeights(
+        self, request: worker_weights_pb2.CommitWeightsRequest, context: grpc.ServicerContext
+    ) -> worker_weights_pb2.CommitWeightsResponse:
+        version = self._ready_weights().commit(request.update_id)
+        return worker_weights_pb2.CommitWeightsResponse(weights=weights_pb2.Weights(**version._asdict()))
+
+    def DiscardWeights(
+        self, request: worker_weights_pb2.DiscardWeightsRequest, context: grpc.ServicerContext
+    ) -> worker_weights_pb2.DiscardWeightsResponse:
+        self._ready_weights().discard(request.update_id)
+        return worker_weights_pb2.DiscardWeightsResponse()
+
+    def GetWeights(
+        self, request: worker_weights_pb2.GetWeightsRequest, context: grpc.ServicerContext
+    ) -> worker_weights_pb2.GetWeightsResponse:
+        weights = self._ready_weights()
+        response = worker_weights_pb2.GetWeightsResponse(weights=weights_pb2.Weights(**weights.version._asdict()))
+        for name, checksum in weights.checksums() if request.checksums else ():
+            response.checksums.add(name=name, blake2b=checksum)
+        return response
+
     def fail(self, error: TokaError) -> None:
         """End the open stream with ``error``, because the engine will send no more results."""
         with self._lock:
@@ -72,6 +108,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if self.info is None:
             raise Unavailable("the model is still loading")
         return self.info
+
+    def _ready_weights(self) -> ModelWeights:
+        self._ready_info()
+        if self.weights is None:
+            raise FailedPrecondition("this worker cannot replace its weights")
+        return self.weights
 
     def _refuse_when_draining(self) -> None:
         if self._draining:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -40,7 +41,7 @@ from services.worker.described.rope import describe_scaling
 from services.worker.described.shares import refuse_unshareable
 from services.worker.described.stages import layers_of
 from services.worker.layers.fp8 import FP8
-from services.worker.models.base import RankModel
+from services.worker.models.base import ModelSource, RankModel
 from services.worker.models.expert_load import ExpertLoad
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import make_exchanges
@@ -75,7 +76,16 @@ class Booted:
     ranks: Ranks = ALONE
     group: RankGroup | None = None  # connections to the other ranks; closed with the runner. None = one rank
     expert_load: ExpertLoad | None = None  # None = the model has no experts
+    loaded: "Loaded | None" = None  # None = the weights are not accessible
     choices: tuple[FlagChoice, ...] = ()  # the flags that can be ``auto``, with their values and reasons
+
+
+class Loaded(NamedTuple):
+    """A model, and where it is from."""
+
+    source: ModelSource
+    model: RankModel
+    directory: Path
 
 
 class RunnerParts(NamedTuple):
@@ -170,7 +180,8 @@ def boot(
     if not (ranks.tp_rank or ranks.pp_rank or config.dp_rank):
         log.info("settings", device=facts.name, **{each.name: each.value for each in choices})
     load = ExpertLoad.of(model)
-    return Booted(runner, card.name, str(device), _name(dtype), ranks, group, load, choices)
+    loaded = Loaded(source, model, card.directory)
+    return Booted(runner, card.name, str(device), _name(dtype), ranks, group, load, loaded, choices)
 
 
 def _facts(device: torch.device, group: RankGroup | None) -> Device:

@@ -15,8 +15,8 @@ from services.worker.described.foreign import choose_implementation, refuse_miss
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
 from services.worker.layers.factory import make_kernels, make_linear
-from services.worker.models import weights
-from services.worker.models.base import ModelSource, RankModel
+from services.worker.models import staging, weights
+from services.worker.models.base import ModelSource, RankModel, Staged
 from services.worker.models.decoder import DecoderModel
 
 log = structlog.get_logger(__name__)
@@ -43,12 +43,23 @@ class NativeSource(ModelSource):
         return make_model(config, described, dtype, device, ranks, layers)
 
     def fill(self, model: RankModel, *, dummy: bool) -> None:
-        if not isinstance(model, DecoderModel):
-            raise TypeError(f"{type(model).__name__} is not a model that this source made")
+        own = _own(model)
         if dummy:
-            weights.load_dummy(model, seed=0)
+            weights.load_dummy(own, seed=0)
         else:
-            weights.load(self._directory, model.targets(), self.described)
+            weights.load(self._directory, own.targets(), self.described)
+
+    def stage(self, directory: Path, model: RankModel) -> Staged:
+        return staging.stage(directory, _own(model), self.described)
+
+    def apply(self, staged: Staged, model: RankModel) -> None:
+        staging.apply(staged, _own(model))
+
+
+def _own(model: RankModel) -> DecoderModel:
+    if not isinstance(model, DecoderModel):
+        raise TypeError(f"{type(model).__name__} is not a model that this source made")
+    return model
 
 
 def open_model(config: WorkerConfig, dtype: torch.dtype) -> tuple[model_files.ModelCard, ModelSource]:

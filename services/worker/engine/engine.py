@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
@@ -95,6 +96,24 @@ class Engine:
                 self._received += 1
                 self._queued_plans += 1
                 self._work.put(lambda: self._run(client, plan, arrived_ns))
+
+    def run_alone(self, call: Callable[[], None]) -> "Future[None]":
+        """Run ``call`` in the compute thread, after the plans that were submitted. Return the future of its end.
+
+        An exception also ends the thread: the state of the device is unknown then.
+        """
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:
+                done.set_exception(error)
+                raise
+            done.set_result(None)
+
+        self._work.put(run)
+        return done
 
     def finish(self, client: Client) -> None:
         """Accept no more plans from ``client``, and call its ``finish`` after its last result."""

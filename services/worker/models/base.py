@@ -2,12 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from services.common.config import ChosenWorkerConfig
+from services.common.errors import FailedPrecondition
 from services.worker.attention.base import AttentionStep, LayerAttention, RotatingAttentionStep
 from services.worker.described.config import ModelConfig, Windows
 from services.worker.described.ranks import Ranks
@@ -17,6 +19,18 @@ from services.worker.parallel.exchange import ALONE, Exchange
 # Returns a function as one compiled graph. The arguments are the function and the dimension of its tensors that is the
 # number of tokens.
 Compile: TypeAlias = Callable[[Callable[..., Any], int], Callable[..., Any]]
+
+
+class Staged(NamedTuple):
+    """New weights in host memory."""
+
+    tensors: dict[str, torch.Tensor]  # by checkpoint name, those that the rank needs
+    fingerprint: int  # of all tensors of the checkpoint, 0 to 2^64 - 1; equal on all ranks
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensors in bytes."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class RankModel(nn.Module, ABC):
@@ -106,3 +120,20 @@ class ModelSource(ABC):
 
         Raises ``InvalidRequest`` if a file cannot be read, or does not fit the model.
         """
+
+    def stage(self, directory: Path, model: RankModel) -> Staged:
+        """Return the tensors in ``directory`` for ``model``, which ``fill`` has filled and which may be running.
+
+        Raises ``InvalidRequest``, which names the tensor that does not fit, and ``FailedPrecondition``.
+        """
+        raise _irreplaceable()
+
+    def apply(self, staged: Staged, model: RankModel) -> None:
+        """Write ``staged`` over the weights of ``model``, in place. No step may run."""
+        raise _irreplaceable()
+
+
+def _irreplaceable() -> FailedPrecondition:
+    return FailedPrecondition(
+        "the weights of a model that runs through transformers cannot be replaced; restart the worker with the new ones"
+    )

@@ -21,9 +21,10 @@ from services.worker.described.layer import AnyValue, LayerConfig, MlpConfig, Su
 from services.worker.layers import matmul_cpu
 from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.fast_cpu import FastCpuKernels, compiled
+from services.worker.layers.linear import AnyLinear
 from services.worker.layers.matmul_cpu import matmul
 from services.worker.models.base import RankModel
-from services.worker.models.decoder import DecoderModel
+from services.worker.models.decoder import DecoderLayer, DecoderModel
 
 _MATRIX, _CUBE, _INDICES = numba.float32[:, ::1], numba.float32[:, :, ::1], numba.int64[::1]
 _PAGES = numba.float32[:, :, :, :, ::1]
@@ -44,9 +45,9 @@ _SIGNATURE = numba.void(
 
 
 class FusedDecoder:
-    """Decoder that reads the weights of ``model`` in place and writes the cache.
+    """Decoder that reads the matrices of ``model`` in place and writes the cache.
 
-    It is read-only after construction, and any thread may call it. Raises ``ValueError`` if ``supports(model)`` is
+    It changes only in ``copy_vectors``, and any thread may call it. Raises ``ValueError`` if ``supports(model)`` is
     false.
     """
 
@@ -62,12 +63,15 @@ class FusedDecoder:
         self._forward = make_forward(config, _without_window(config.layers[0]), rules[0].scale, cache.page_size)
         self._group = config.heads // config.kv_heads
         self._keys, self._values = cache.all_keys.numpy(), cache.all_values.numpy()
-        layers = list(model.layers)
-        linears = [
-            (each.attention.qkv, each.attention.output, each.dense_mlp.inner, each.dense_mlp.down) for each in layers
-        ]
+        linears = [_linears(layer) for layer in model.layers]
         self._weights = np.array([[linear.weight.data_ptr() for linear in four] for four in linears], np.uint64)
         self._windows = np.array([_NO_WINDOW if each.window is None else each.window for each in rules])
+        self.copy_vectors()
+
+    def copy_vectors(self) -> None:
+        """Copy the norms and biases of the model, which the compiled function reads as arrays over all layers."""
+        layers = self._model.layers
+        linears = [_linears(layer) for layer in layers]
         self._biases = [_rows([four[index].bias for four in linears]) for index in range(4)]
         self._norms = np.stack([_rows(each.input_norms) for each in layers])
         self._head_norms = np.stack([_rows([each.attention.q_norm, each.attention.k_norm]) for each in layers])
@@ -108,6 +112,10 @@ def supports(model: RankModel) -> TypeGuard[DecoderModel]:
         and len({_without_window(layer) for layer in model.local.layers}) == 1
         and matmul_cpu.available()
     )
+
+
+def _linears(layer: DecoderLayer) -> tuple[AnyLinear, AnyLinear, AnyLinear, AnyLinear]:
+    return layer.attention.qkv, layer.attention.output, layer.dense_mlp.inner, layer.dense_mlp.down
 
 
 def _without_window(layer: LayerConfig) -> LayerConfig:

@@ -32,6 +32,9 @@ class Runner(Protocol):
         anything. Raises ``DeviceLost`` if the engine must end.
         """
 
+    def weights_changed(self) -> None:
+        """Refresh what was derived from the model's weights, which changed in place between two steps."""
+
     def reset(self) -> None:
         """Free every slot and expect step 1 next."""
 

@@ -80,6 +80,11 @@ class StepRunner:
         for barrier in self._barriers.values():
             barrier.reset()
 
+    def weights_changed(self) -> None:
+        """Refresh the copies that the fused decoder has."""
+        if self._fused is not None:
+            self._fused.copy_vectors()
+
     def close(self) -> None:
         """End the threads, and close the connections to other ranks."""
         self._threads.close()

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from services.common.errors import TokaError
-from services.scheduler.core.request import Finish, FinishReason, Sample
+from services.scheduler.core.request import Finish, FinishReason, Sample, WeightsSpan
 
 
 class Ending(NamedTuple):
@@ -16,8 +16,17 @@ class Ending(NamedTuple):
     error: TokaError | None = None
 
 
-def finish_of(ending: Ending) -> Finish:
-    """Return the message for the client about ``ending``. ``sample.known`` must be up to date."""
+def spans_of(sample: Sample, known: int, version: str) -> tuple[WeightsSpan, ...]:
+    """Return the spans of a sample of ``known`` tokens, the last ones of which weights of ``version`` generated."""
+    more = known - len(sample.request.tokens) - sum(span.tokens for span in sample.spans)
+    return (*sample.spans, WeightsSpan(version, more)) if more > 0 else sample.spans
+
+
+def finish_of(ending: Ending, version: str) -> Finish:
+    """Return the message for the client about ``ending``. ``sample.known`` must be up to date.
+
+    ``version`` is that of the present weights.
+    """
     sample, request = ending.sample, ending.sample.request
     started, first, last = sample.first_plan_ns, sample.first_token_ns, sample.last_token_ns
     return Finish(
@@ -33,4 +42,5 @@ def finish_of(ending: Ending) -> Finish:
         stop_token_id=ending.stop_token_id,
         stop_string=ending.stop_string,
         error=ending.error,
+        spans=spans_of(sample, sample.known, version) if version or sample.spans else (),
     )

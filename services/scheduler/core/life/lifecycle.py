@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.common.errors import Internal, TokaError
-from services.scheduler.core.life.ending import Ending, finish_of
+from services.scheduler.core.life.ending import Ending, finish_of, spans_of
 from services.scheduler.core.life.entry import Entry, Lengths, Placed, Prepared
 from services.scheduler.core.life.sharing import Sharing
 from services.scheduler.core.life.victims import are_preemptible, protected_lengths
@@ -186,12 +186,20 @@ class Lifecycle:
                 self.shares.end(request)
             if not request.unfinished and request.automaton is not None:
                 state.queue.matcher.release(request.automaton)
-            finish = finish_of(ending)
+            finish = finish_of(ending, state.queue.weights_version)
         except Exception as error:
             state.queue.fail(request, error)
         if finish is None:
             finish = Finish(sample.handle, FinishReason.ERROR, request.prompt_tokens, error=Internal.logged())
         state.queue.outbox.finish(request.sink, finish)
+
+    def close_spans(self) -> None:
+        """End the span of tokens of every sample, because later tokens are of other weights."""
+        queue, slots = self._state.queue, self._state.pool.slots
+        for sample in (sample for request in queue.requests.values() for sample in request.samples):
+            if not sample.finished:
+                known = sample.known if sample.slot < 0 else int(slots.known[sample.slot])
+                sample.spans = spans_of(sample, known, queue.weights_version)
 
     def preempt(self, victims: np.ndarray) -> None:
         """Preempt sequences whose pages are needed because a prediction was wrong."""

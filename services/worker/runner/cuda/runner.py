@@ -112,6 +112,9 @@ class CudaRunner:
         self._last = LastPlan()
         self._parts: list[Standing] = []
 
+    def weights_changed(self) -> None:
+        """Do nothing: kernels and graphs read the weights where they are."""
+
     def close(self) -> None:
         """Wait for the device, and close the connections to other ranks."""
         torch.cuda.synchronize(self._device)

@@ -1,0 +1,131 @@
+"""Calls about weights to all workers of a replica."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import grpc
+
+from services.common.errors import FailedPrecondition, TokaError, Unavailable
+from services.common.rpc.status import from_rpc_error
+from tokasaurus.common.v1 import weights_pb2
+from tokasaurus.worker.v1 import weights_pb2 as worker_weights_pb2
+from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
+
+_STAGE_TIMEOUT_S = 1800.0  # for files on a slow disk
+_COMMIT_TIMEOUT_S = 300.0
+_CHECKSUMS_TIMEOUT_S = 600.0
+_TIMEOUT_S = 10.0
+
+Stubs = Mapping[str, worker_pb2_grpc.WorkerServiceStub]  # by address
+R = TypeVar("R")
+
+
+class Update(NamedTuple):
+    """New weights for all workers of a replica."""
+
+    update_id: str
+    version: str
+    directory: str
+
+
+class WorkerWeights:
+    """The weights of the workers on one connection. The methods block, and any thread may call them."""
+
+    def __init__(self, stubs: Stubs, register: Callable[[grpc.RpcContext], object]) -> None:
+        """``register`` gets each call, and cancels it when the connection ends."""
+        self._stubs = stubs
+        self._register = register
+
+    def stage(self, update: Update) -> tuple[int, int]:
+        """Stage ``update`` on all workers. Return its fingerprint, and its bytes in the memory of all hosts.
+
+        Raises the error of a worker, or ``FailedPrecondition`` if the workers read different weights. Then it is staged
+        on none.
+        """
+        request = worker_weights_pb2.StageWeightsRequest(**update._asdict())
+        try:
+            staged = self._call(lambda stub: stub.StageWeights, request, _STAGE_TIMEOUT_S)
+            if len({each.fingerprint for each in staged.values()}) > 1:
+                raise FailedPrecondition(
+                    f"the workers {', '.join(staged)} read different weights in {update.directory}: use a file system"
+                    " that all of them share, and write the files before the call"
+                )
+        except TokaError:
+            self.discard(update.update_id)
+            raise
+        fingerprint = next(iter(staged.values())).fingerprint
+        return fingerprint, sum(each.bytes for each in staged.values())
+
+    def commit(self, update_id: str) -> weights_pb2.Weights:
+        """Commit a staged update on all workers, while no plan is in flight. Return the weights of the first worker.
+
+        Raises ``TokaError``. Then workers may have different weights, and a new connection makes them equal.
+        """
+        request = worker_weights_pb2.CommitWeightsRequest(update_id=update_id)
+        committed = self._call(lambda stub: stub.CommitWeights, request, _COMMIT_TIMEOUT_S)
+        weights: weights_pb2.Weights = next(iter(committed.values())).weights
+        return weights
+
+    def discard(self, update_id: str) -> None:
+        """Forget an update on all workers, as far as they can be called."""
+        request = worker_weights_pb2.DiscardWeightsRequest(update_id=update_id)
+        self._gather(lambda stub: stub.DiscardWeights, request, _TIMEOUT_S)
+
+    def read(self, *, checksums: bool) -> dict[str, worker_weights_pb2.GetWeightsResponse]:
+        """Return the weights of each worker by address. Raises ``TokaError``."""
+        request = worker_weights_pb2.GetWeightsRequest(checksums=checksums)
+        return self._call(lambda stub: stub.GetWeights, request, _CHECKSUMS_TIMEOUT_S if checksums else _TIMEOUT_S)
+
+    def _call(self, method: Callable[[Any], Callable[..., Any]], request: object, timeout_s: float) -> dict[str, Any]:
+        """Return the response of each worker by address. Raises the first error, with the address of its worker."""
+        responses, error = self._gather(method, request, timeout_s)
+        if error is not None:
+            raise error
+        return responses
+
+    def _gather(
+        self, method: Callable[[Any], Any], request: object, timeout_s: float
+    ) -> tuple[dict[str, Any], TokaError | None]:
+        calls = {address: method(stub).future(request, timeout=timeout_s) for address, stub in self._stubs.items()}
+        for call in calls.values():
+            self._register(call)
+        responses: dict[str, Any] = {}
+        first: TokaError | None = None
+        for address, call in calls.items():
+            try:
+                responses[address] = call.result()
+            except (grpc.RpcError, grpc.FutureCancelledError) as error:
+                found = from_rpc_error(error) if isinstance(error, grpc.RpcError) else Unavailable("disconnected")
+                found.message = f"worker {address}: {found.message}"
+                first = first or found
+        return responses, first
+
+
+def restore(
+    weights: WorkerWeights, infos: Mapping[str, worker_pb2.WorkerInfo], last: weights_pb2.Weights
+) -> weights_pb2.Weights:
+    """Give all workers the weights that were committed last. Return these.
+
+    ``infos`` are those of the workers, by address, and ``last`` are the weights that the scheduler knows. A worker that
+    has restarted has those of its start. Raises ``TokaError`` if they cannot be read again.
+    """
+    present = [info.weights for info in infos.values()]
+    newest = max([last, *present], key=lambda each: each.committed_unix_ns)
+    if all(each.update_id == newest.update_id for each in present):
+        return newest
+    update = Update(newest.update_id, newest.version, newest.directory)
+    try:
+        fingerprint, _ = weights.stage(update)
+    except TokaError as error:
+        raise _not_restored(newest, error.message) from error
+    if fingerprint != newest.fingerprint:
+        weights.discard(update.update_id)
+        raise _not_restored(newest, f"the files in {newest.directory} have changed")
+    return weights.commit(update.update_id)
+
+
+def _not_restored(newest: weights_pb2.Weights, reason: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"a worker has restarted with other weights than those of version {newest.version!r}, which cannot be read"
+        f" again: {reason}; put them back, or restart the scheduler and its workers"
+    )

@@ -1,0 +1,128 @@
+"""The weights of a worker's model: their version, their checksums, and updates while it runs."""
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+import torch
+
+from services.common.errors import FailedPrecondition, Internal, InvalidRequest, PermissionDenied
+from services.worker.boot.common import Loaded
+from services.worker.models.base import Staged
+from services.worker.runner.base import Runner
+
+log = structlog.get_logger(__name__)
+
+_MOST_CHARACTERS = 4096  # of a directory
+_VERSION_CHARACTERS = 256
+_CHECKSUM_BYTES = 16
+
+
+class WeightsVersion(NamedTuple):
+    """Which weights a worker has. The values of the start are empty and 0, but for the directory."""
+
+    version: str
+    directory: str
+    committed_unix_ns: int = 0
+    update_id: str = ""
+    fingerprint: int = 0
+
+
+class _Update(NamedTuple):
+    """An update that is staged."""
+
+    update_id: str
+    version: str
+    directory: str
+    staged: Staged
+
+
+class ModelWeights:
+    """The weights of one rank. RPC threads call the methods, one at a time for changes."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        runner: Runner,
+        run_alone: Callable[[Callable[[], None]], "Future[None]"],
+        directories: Sequence[str],
+    ) -> None:
+        """``run_alone`` runs a call between two steps. ``directories`` is the flag ``weight_directories``."""
+        self._loaded, self._runner, self._run_alone = loaded, runner, run_alone
+        self._directories = [Path(each).expanduser().resolve() for each in directories]
+        self._changing = threading.Lock()  # held while tensors are read or written
+        self._staged: _Update | None = None
+        self.version = WeightsVersion("", str(loaded.directory))
+
+    def stage(self, update_id: str, version: str, directory: str) -> Staged:
+        """Read and check new weights, and return them.
+
+        Raises ``InvalidRequest``, ``PermissionDenied`` and ``FailedPrecondition``. Then nothing is staged.
+        """
+        if not update_id or not version or len(version) > _VERSION_CHARACTERS:
+            raise InvalidRequest(f"expected 1 to {_VERSION_CHARACTERS} characters", field="version")
+        with self._changing:
+            self._staged = None
+            staged = self._loaded.source.stage(self._permitted(directory), self._loaded.model)
+            self._staged = _Update(update_id, version, directory, staged)
+        return staged
+
+    def commit(self, update_id: str) -> WeightsVersion:
+        """Write the staged weights over the present ones, between two steps.
+
+        Raises ``FailedPrecondition`` if the update is not staged, and ``Internal`` if the worker must end.
+        """
+        with self._changing:
+            update, self._staged = self._staged, None
+            if update is None or update.update_id != update_id:
+                self._staged = update
+                raise FailedPrecondition(f"the update {update_id!r} is not staged; stage it again")
+
+            def write() -> None:
+                self._loaded.source.apply(update.staged, self._loaded.model)
+                self._runner.weights_changed()
+
+            try:
+                self._run_alone(write).result()
+            except Exception as error:
+                raise Internal(f"the weights were written in part ({error!r}); the worker ends") from error
+            fingerprint = update.staged.fingerprint
+            self.version = WeightsVersion(update.version, update.directory, time.time_ns(), update_id, fingerprint)
+        log.info("weights replaced", version=update.version, directory=update.directory)
+        return self.version
+
+    def discard(self, update_id: str) -> None:
+        """Forget a staged update."""
+        with self._changing:
+            if self._staged is not None and self._staged.update_id == update_id:
+                self._staged = None
+
+    def checksums(self) -> Iterator[tuple[str, str]]:
+        """Yield name and checksum of each tensor, in the order of names, as they are between two updates."""
+        with self._changing:
+            state = self._loaded.model.state_dict()
+            for name in sorted(state):
+                content = state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                yield name, hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).hexdigest()
+
+    def _permitted(self, directory: str) -> Path:
+        """Return the resolved ``directory``. Raises ``PermissionDenied`` and ``InvalidRequest``."""
+        if not self._directories:
+            raise PermissionDenied(
+                "this worker replaces no weights: start it with weight_directories=, the directories to read them from"
+            )
+        path = Path(directory)
+        if len(directory) > _MOST_CHARACTERS or "\0" in directory or not path.is_absolute():
+            raise InvalidRequest("expected an absolute path", field="directory")
+        path = path.resolve()
+        if not any(path.is_relative_to(each) for each in self._directories):
+            allowed = ", ".join(map(str, self._directories))
+            raise PermissionDenied(f"{directory} is not inside of weight_directories={allowed}")
+        if not path.is_dir():
+            raise InvalidRequest(f"{directory} is no directory on the worker's host", field="directory")
+        return path

@@ -1,0 +1,93 @@
+"""Reading of new weights for a model that runs."""
+
+import hashlib
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+import safetensors
+import torch
+
+from services.common.errors import FailedPrecondition, InvalidRequest
+from services.common.host.resources import available_memory
+from services.common.model.checkpoint_files import weight_paths
+from services.worker.described.checkpoint import checkpoint_shapes, is_ignored
+from services.worker.described.config import ModelConfig
+from services.worker.models import weights
+from services.worker.models.base import Staged
+from services.worker.models.decoder import DecoderModel
+
+_FACTOR = 0x9E3779B97F4A7C15  # odd, and close to the golden ratio times 2^64
+_POSITIONS = np.arange(1 << 17, dtype=np.uint64) * np.uint64(0xB0A2FA93E88556EA) + np.uint64(1)  # odd
+
+
+def stage(directory: Path, model: DecoderModel, described: ModelConfig) -> Staged:
+    """Return the checkpoint tensors in ``directory`` that ``model`` uses, in their stored dtype.
+
+    ``described`` is the description that the checkpoint fits. The files may be replaced afterwards. Raises
+    ``InvalidRequest``, which names the tensor, if a file is broken or a tensor is missing, unexpected, of another shape
+    or not finite, and ``FailedPrecondition`` if there is too little memory.
+    """
+    try:
+        weights.check(directory, described)
+        return _read(directory, model.targets().keys(), described)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, field="directory") from error
+    except (safetensors.SafetensorError, OSError) as error:
+        raise InvalidRequest(f"{directory} cannot be read: {error}", field="directory") from error
+
+
+@torch.no_grad()
+def apply(staged: Staged, model: DecoderModel) -> None:
+    """Write ``staged`` over the weights of ``model``, in place. No step may run."""
+    targets = model.targets()
+    for name, tensor in staged.tensors.items():
+        targets[name].copy_(tensor)
+
+
+def _read(directory: Path, wanted: Collection[str], described: ModelConfig) -> Staged:
+    known = checkpoint_shapes(described).keys()
+    tensors: dict[str, torch.Tensor] = {}
+    fingerprint, free = 0, available_memory()
+    for path in weight_paths(directory):
+        with safetensors.safe_open(path, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 (not a mapping)
+                if name not in known and not is_ignored(name, described):
+                    raise InvalidRequest(f"{path}: {name} has no place in this architecture; leave it out")
+                if name not in known:
+                    continue
+                tensor = shard.get_tensor(name).clone()  # the file may change
+                if not _is_finite(tensor):
+                    raise InvalidRequest(f"{path}: {name} has values that are not finite")
+                fingerprint ^= fingerprint_of(name, tensor)
+                if name not in wanted:
+                    continue
+                free -= tensor.nbytes
+                if free < 0:
+                    raise FailedPrecondition(
+                        f"the host has too little memory for a copy of the weights in {directory}; end other programs"
+                    )
+                tensors[name] = tensor
+    return Staged(tensors, fingerprint)
+
+
+def fingerprint_of(name: str, tensor: torch.Tensor) -> int:
+    """Return a number from 0 to 2^64 - 1 that depends on name, dtype, shape, and each byte of ``tensor``.
+
+    It detects changes, not attacks, and takes a tenth of the time of a cryptographic hash. It is a sum of words of 8
+    bytes, each times an odd factor by its position.
+    """
+    described = f"{name} {tensor.dtype} {list(tensor.shape)}".encode()
+    total = int.from_bytes(hashlib.blake2b(described, digest_size=8).digest())
+    content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    whole = len(content) // 8 * 8
+    words = content[:whole].view(np.uint64)
+    for start in range(0, len(words), len(_POSITIONS)):
+        chunk = words[start : start + len(_POSITIONS)]
+        total = (total * _FACTOR + int(np.dot(chunk, _POSITIONS[: len(chunk)]))) % 2**64
+    return (total * _FACTOR + int.from_bytes(content[whole:].tobytes())) % 2**64
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether all values are finite. Their sum shows it at a fraction of the time, unless it overflows."""
+    return bool(tensor.sum(dtype=torch.float32).isfinite() or tensor.isfinite().all())

@@ -1,0 +1,238 @@
+"""StageWeights, CommitWeights, DiscardWeights and GetWeights: new weights under load, and workers that are lost."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from tests.fakes.model import FakeShape, continuation
+from tests.fakes.worker import FakeReplica
+from tests.scheduler.service import PROMPT, Service, session, start
+from tokasaurus.scheduler.v1 import control_pb2 as c
+from tokasaurus.scheduler.v1 import generate_pb2 as g
+
+SHAPE = FakeShape(max_slots=4)
+
+
+def fields(max_tokens: int, seed: int = 3) -> dict:
+    stopping = g.Stopping(max_tokens=max_tokens, ignore_eos=True)
+    return {"tokens": g.TokenPrompt(token_ids=PROMPT), "stopping": stopping, "sampling": g.Sampling(seed=seed)}
+
+
+async def stage(service: Service, number: int, **more) -> str:
+    request = c.StageWeightsRequest(directory=f"/weights/{number}", **more)
+    return (await service.stub.StageWeights(request)).update_id
+
+
+async def commit(service: Service, update_id: str, mode: str = "KEEP", **more) -> c.CommitWeightsResponse:
+    mode = c.PauseMode.Value(f"PAUSE_MODE_{mode}")
+    return await service.stub.CommitWeights(c.CommitWeightsRequest(update_id=update_id, mode=mode, **more))
+
+
+async def update(service: Service, number: int, mode: str = "KEEP", **more) -> c.CommitWeightsResponse:
+    return await commit(service, await stage(service, number, version=f"v{number}"), mode, **more)
+
+
+def versions(service: Service) -> list[str]:
+    return [worker.weights.version for worker in service.workers]
+
+
+def check_spans(sample, max_tokens: int, seed: int = 3) -> list[str]:
+    """The versions of a sample's tokens, each of which must be the one that its version chooses."""
+    tokens, at = sample.tokens, 0
+    assert sum(span.tokens for span in sample.finish.weights) == len(tokens) == max_tokens
+    for span in sample.finish.weights:
+        number = int(span.version.removeprefix("v") or 0)
+        expected = continuation(SHAPE, [*PROMPT, *tokens[:at]], span.tokens, seed=seed, weights=number)
+        assert tokens[at : at + span.tokens] == expected
+        at += span.tokens
+    return [span.version for span in sample.finish.weights]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+async def test_kept_samples_continue_with_the_new_weights_and_name_both(recompute):
+    async with start(SHAPE) as service, session(service) as client:
+        await client.submit(0, n=6, **fields(400))  # two of them wait
+        for number in (1, 2, 3):
+            await client.until(lambda message: message.HasField("outputs"))
+            committed = await update(service, number, recompute=recompute)
+            assert (committed.weights.version, committed.weights.directory) == (f"v{number}", f"/weights/{number}")
+            assert committed.paused_ns > 0
+        await client.finished(*range(6))
+        assert check_spans(client.samples[0], 400) == ["", "v1", "v2", "v3"]
+        later = (await service.generate(**fields(10)))[0]
+        assert [(span.version, span.tokens) for span in later.finish.weights] == [("v3", 10)]
+        assert later.tokens == continuation(SHAPE, PROMPT, 10, seed=3, weights=3)
+
+
+async def test_without_an_update_no_version_is_named(service):
+    assert not (await service.generate(**fields(10)))[0].finish.weights
+    weights = await service.stub.GetWeights(c.GetWeightsRequest(checksums=True))
+    assert (weights.weights.version, len(weights.ranks)) == ("", 1)
+    assert [tensor.name for tensor in weights.ranks[0].tensors] == ["norm"]
+
+
+async def test_requests_that_finish_first_see_only_the_old_weights():
+    async with start(SHAPE) as service, session(service) as client:
+        service.worker.hold()
+        await client.submit(0, n=6, **fields(30))
+        await client.decided(0)
+        update_id = await stage(service, 1, version="v1")
+        committing = asyncio.ensure_future(commit(service, update_id, "WAIT"))
+        await service.until_load(lambda load: load.paused)
+        await client.submit(9, **fields(5))
+        await client.decided(9)
+        service.worker.release()
+        await committing
+        await client.finished(*range(6), 9)
+        assert all(not client.samples[handle].finish.weights for handle in range(6))
+        assert check_spans(client.samples[9], 5) == ["v1"]
+
+
+async def test_aborted_samples_keep_the_tokens_of_the_old_weights():
+    async with start(SHAPE) as service, session(service) as client:
+        await client.submit(0, **fields(2000))
+        await client.until(lambda message: message.HasField("outputs"))
+        assert (await update(service, 1, "ABORT")).aborted_samples == 1
+        await client.finished(0)
+        assert client.samples[0].finish.reason == g.FINISH_REASON_ABORTED
+        tokens = client.samples[0].tokens
+        assert tokens == continuation(SHAPE, PROMPT, len(tokens), seed=3)
+
+
+async def test_cached_prompts_are_computed_again_with_the_new_weights():
+    async with start(SHAPE) as service:
+        for number, cached in ((0, 0), (0, 32), (1, 0), (0, 32)):
+            if number:
+                await update(service, number)
+            assert (await service.generate(**fields(4)))[0].finish.usage.cached_prompt_tokens == cached
+
+
+async def test_all_ranks_change_between_the_same_plans():
+    replica = FakeReplica(SHAPE, tp_size=2, pp_size=2)
+    async with start(replica=replica, pp_size=2) as service, session(service) as client:
+        await client.submit(0, n=3, **fields(200))
+        await client.until(lambda message: message.HasField("outputs"))
+        answered = []
+        for worker in service.workers:
+            worker.on_commit = lambda worker=worker: answered.append(worker.answered)
+        await update(service, 5)
+        assert len(answered) == 4
+        assert len(set(answered)) == 1
+        await client.finished(0, 1, 2)
+        assert check_spans(client.samples[0], 200) == ["", "v5"]
+
+
+async def test_a_wrong_update_is_staged_on_no_rank():
+    replica = FakeReplica(SHAPE, tp_size=2)
+    async with start(replica=replica) as service:
+        update_id = await stage(service, 1)
+        service.workers[1].disk["/weights/2"] = None
+        with pytest.raises(grpc.aio.AioRpcError, match=r"model.norm.weight") as refused:
+            await stage(service, 2)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert service.workers[1].address in refused.value.details()
+        assert [worker.staged for worker in service.workers] == [None, None]
+        with pytest.raises(grpc.aio.AioRpcError, match=r"not staged"):
+            await commit(service, update_id)
+        service.workers[1].disk["/weights/3"] = 33
+        with pytest.raises(grpc.aio.AioRpcError, match=r"read different weights"):
+            await stage(service, 3)
+        assert [worker.staged for worker in service.workers] == [None, None]
+        assert versions(service) == ["", ""]
+
+
+async def test_of_two_trainers_the_one_that_staged_last_commits():
+    async with start(SHAPE) as service:
+        first, second = await stage(service, 1), await stage(service, 2)
+        with pytest.raises(grpc.aio.AioRpcError, match=r"another update was staged") as refused:
+            await commit(service, first)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        await service.stub.DiscardWeights(c.DiscardWeightsRequest(update_id=first))  # has no effect
+        assert (await commit(service, second)).weights.version == "/weights/2"  # the default
+        with pytest.raises(grpc.aio.AioRpcError, match=r"not staged"):
+            await commit(service, second)
+        third = await stage(service, 3)
+        await service.stub.DiscardWeights(c.DiscardWeightsRequest(update_id=third))
+        with pytest.raises(grpc.aio.AioRpcError, match=r"not staged"):
+            await commit(service, third)
+
+
+@pytest.mark.parametrize(("fields", "field"), [({"version": ""}, "version"), ({"version": "x" * 257}, "version")])
+async def test_a_wrong_call_names_the_field(service, fields, field):
+    with pytest.raises(grpc.aio.AioRpcError, match=r"1 to 256 characters"):
+        await stage(service, 1, **fields)
+
+
+async def test_a_pause_of_the_caller_stays():
+    async with start(SHAPE) as service, session(service) as client:
+        await client.submit(0, **fields(60))
+        await client.until(lambda message: message.HasField("outputs"))
+        await service.stub.Pause(c.PauseRequest())
+        assert (await update(service, 1, "ABORT")).paused_ns == 0  # the mode of the pause counts
+        assert (await service.load()).paused
+        await service.stub.Resume(c.ResumeRequest())
+        await client.finished(0)
+        assert check_spans(client.samples[0], 60) == ["", "v1"]
+
+
+async def test_a_worker_that_restarts_gets_the_last_committed_weights():
+    async with start(SHAPE) as service, session(service) as client:
+        await update(service, 1)
+        await update(service, 2)
+        await client.submit(0, **fields(300))
+        await client.until(lambda message: message.HasField("outputs"))
+        service.worker.crash()
+        await client.finished(0)
+        assert versions(service) == ["v2"]
+        assert check_spans(client.samples[0], 300) == ["v2"]
+
+
+async def test_a_worker_whose_weights_cannot_be_read_again_gets_no_requests():
+    async with start(SHAPE) as service, session(service) as client:
+        await update(service, 1)
+        service.worker.disk["/weights/1"] = 7
+        await client.submit(0, **fields(1500))
+        await client.until(lambda message: message.HasField("outputs"))
+        service.worker.crash()
+        load = await service.until_load(lambda load: "have changed" in load.not_ready_reason)
+        assert not load.ready
+        assert versions(service) == [""]
+        service.worker.disk["/weights/1"] = 1
+        await client.finished(0)
+        assert versions(service) == ["v1"]
+
+
+@pytest.mark.parametrize("dies", ["before", "after"])
+async def test_a_replica_that_is_lost_during_a_commit_has_one_version_afterwards(dies):
+    """One rank is lost before or after it has written the weights, and with it the replica."""
+    replica = FakeReplica(SHAPE, tp_size=2)
+    async with start(replica=replica) as service, session(service) as client:
+        await update(service, 1)
+        await client.submit(0, **fields(400))
+        await client.until(lambda message: message.HasField("outputs"))
+        last = service.workers[1]
+
+        def lose() -> None:
+            last.on_commit = lambda: None
+            if dies == "after":
+                asyncio.get_running_loop().call_soon(restart)
+                return
+            restart()
+            raise RuntimeError("the process is gone")
+
+        def restart() -> None:
+            for worker in service.workers:
+                worker.crash()
+            replica.meet()
+
+        last.on_commit = lose
+        update_id = await stage(service, 2, version="v2")
+        try:
+            await commit(service, update_id)
+        except grpc.aio.AioRpcError:
+            assert dies == "before"
+        await client.finished(0)
+        assert len(set(versions(service))) == 1
+        assert check_spans(client.samples[0], 400)[-1] == versions(service)[0]
+        assert not (await service.load()).paused
