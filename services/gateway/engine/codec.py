@@ -89,6 +89,8 @@ class SampleEnding:
     stop_string: int | None = None  # index of the request's stop string that ended it
     stop_token: int | None = None  # id of the token that ended it
     preemptions: int = 0  # times that the scheduler preempted the sample
+    # (version, tokens) of the weights that generated its tokens. Empty if they were never replaced.
+    weights: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +299,7 @@ def _decode_ending(finish: generate_pb2.Finish) -> SampleEnding:
         stop_string=finish.stop_string.index if finish.HasField("stop_string") else None,
         stop_token=finish.stop_token_id if finish.HasField("stop_token_id") else None,
         preemptions=timing.preemptions,
+        weights=tuple((span.version, span.tokens) for span in finish.weights),
     )
 
 

@@ -26,10 +26,12 @@ async def call_each(
 ) -> Sequence[R | TokaError]:
     """Send ``request`` to every scheduler at the same time. Return the response or the error of each.
 
-    ``since`` is the version of the contract with the method. ``timeout_s`` None: wait without a limit.
+    A list of requests has one for each scheduler, in their order. ``since`` is the version of the contract with the
+    method. ``timeout_s`` None: wait without a limit.
     """
-    calls = (_call(replica, method, request, since, timeout_s) for replica in fleet.replicas)
-    return await asyncio.gather(*calls)
+    requests = request if isinstance(request, list) else [request] * len(fleet.replicas)
+    pairs = zip(fleet.replicas, requests, strict=True)
+    return await asyncio.gather(*(_call(replica, method, each, since, timeout_s) for replica, each in pairs))
 
 
 async def call_all(

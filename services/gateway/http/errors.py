@@ -17,6 +17,8 @@ _PARAMETERS = {
     "sampling.thinking.end_token_id": "thinking_token_budget",
     "sampling.thinking.begin_token_id": "thinking_token_budget",
     "output.special_tokens": "skip_special_tokens",
+    "directory": "model_path",
+    "version": "weight_version",
     "stopping.strings": "stop",
     "stopping.token_ids": "stop_token_ids",
     "tokens.token_ids": "prompt",

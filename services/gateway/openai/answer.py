@@ -191,7 +191,8 @@ class Answer:
                     text, entries = text + rest.text, entries + rest.entries
                 self._log_text(choice, text)
                 stop_reason = None if reason is None else choice.stop_reason
-                piece = Piece(text, entries, token_ids, stop_reason=stop_reason)
+                weights = () if choice.ending is None else choice.ending.weights
+                piece = Piece(text, entries, token_ids, weights=weights, stop_reason=stop_reason)
                 if opens and self._prompt_work(choice) > _INLINE_LOGPROBS:
                     piece = await self.gateway.text.in_thread(self._after_prompt, choice, piece)
                 elif opens:

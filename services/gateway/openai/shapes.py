@@ -143,6 +143,8 @@ class Shape(ABC):
         finish = b"null" if reason is None else b'"%b"' % reason.encode()
         if reason is not None:
             finish += b',"stop_reason":%b' % orjson.dumps(piece.stop_reason)
+            if piece.weights:
+                finish += b',"weights":%b' % orjson.dumps(_spans(piece.weights))
         choice = b'[{"index":%d,%b,"logprobs":%b,"finish_reason":%b}]' % (index, content, logprobs, finish)
         if piece.token_ids is not None:
             extras = {"token_ids": piece.token_ids} | self._chunk_extras(index)
@@ -155,6 +157,8 @@ class Shape(ABC):
         content, reason = self._content(choice, piece.text)
         document = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": reason}
         document["stop_reason"] = choice.stop_reason
+        if choice.outcome.weights:
+            document["weights"] = _spans(choice.outcome.weights)
         if piece.token_ids is not None:
             document["token_ids"] = piece.token_ids
         if piece.packed is not None:
@@ -192,6 +196,11 @@ class Shape(ABC):
     @abstractmethod
     def _chunk_content(self, text: str, last: bool) -> bytes:
         """Return the member of a chunk's choice for its text, as JSON without braces."""
+
+
+def _spans(weights: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
+    """Return which weights generated how many tokens, in order. This is an extension of OpenAI's choices."""
+    return [{"version": version, "tokens": tokens} for version, tokens in weights]
 
 
 class CompletionShape(Shape):

@@ -30,6 +30,7 @@ class Piece(NamedTuple):
     token_ids: list[int] | None = None  # all new tokens, also those whose text is held back
     prompt_logprobs: list[Any] | None = None  # in vLLM's shape
     packed: Packed | None = None  # log-probabilities of all tokens
+    weights: tuple[tuple[str, int], ...] = ()  # in the last piece: ``SampleEnding.weights``
     stop_reason: str | int | None = None  # in the last piece: the stop string or token id that ended the choice
 
 

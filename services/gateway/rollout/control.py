@@ -1,9 +1,11 @@
-"""Pauses, aborts and cache resets at all schedulers."""
+"""Pauses, aborts, cache resets and new weights at all schedulers."""
 
+import asyncio
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from services.gateway.engine.each_scheduler import call_all
+from services.common.errors import TokaError
+from services.gateway.engine.each_scheduler import call_all, call_each
 from services.gateway.engine.fleet import Fleet
 from tokasaurus.scheduler.v1 import control_pb2, observe_pb2
 
@@ -53,3 +55,59 @@ async def reset_prefix_cache(fleet: Fleet) -> int:
     request = control_pb2.ResetPrefixCacheRequest()
     responses = await call_all(fleet, lambda stub: stub.ResetPrefixCache, request, since=_SINCE)
     return sum(each.freed_pages for each in responses)
+
+
+async def update_weights(fleet: Fleet, directory: str, version: str | None, mode: PauseMode) -> str:
+    """Replace the weights of all schedulers' workers by those in ``directory``. Return their version.
+
+    All schedulers are paused at the same time for this, unless they are paused already. Raises the error of a
+    scheduler. If one cannot stage the weights, nothing has changed.
+    """
+    staging = control_pb2.StageWeightsRequest(directory=directory, version=version)
+    staged = await call_each(fleet, lambda stub: stub.StageWeights, staging, since=_SINCE, timeout_s=None)
+    errors = [each for each in staged if isinstance(each, TokaError)]
+    ids = [each.update_id for each in staged if not isinstance(each, TokaError)]
+    if errors:
+        await _discard(fleet, ids)
+        raise errors[0]
+    # If the client disconnects, the commits must not stop half-way.
+    return await asyncio.shield(asyncio.create_task(_commit(fleet, ids, mode)))
+
+
+async def read_weights(fleet: Fleet, *, checksums: bool) -> list[dict[str, Any]]:
+    """Return the weights of each scheduler's workers. Raises the error of a scheduler."""
+    request = control_pb2.GetWeightsRequest(checksums=checksums)
+    responses = await call_all(fleet, lambda stub: stub.GetWeights, request, since=_SINCE, timeout_s=None)
+    found = []
+    for replica, response in zip(fleet.replicas, responses, strict=True):
+        weights = response.weights
+        facts: dict[str, Any] = {"scheduler": replica.address, "version": weights.version}
+        facts |= {"directory": weights.directory, "committed_unix_ns": weights.committed_unix_ns}
+        if checksums:
+            facts["workers"] = [
+                {"address": rank.address, "checksums": {each.name: each.blake2b for each in rank.tensors}}
+                for rank in response.ranks
+            ]
+        found.append(facts)
+    return found
+
+
+async def _commit(fleet: Fleet, ids: Sequence[str], mode: PauseMode) -> str:
+    """Commit an update at each scheduler, ``ids`` in their order, while all are paused. Return its version."""
+    was_paused = await is_paused(fleet)
+    try:
+        if not was_paused:
+            await pause(fleet, mode)
+        committing = [control_pb2.CommitWeightsRequest(update_id=each) for each in ids]
+        committed = await call_all(fleet, lambda stub: stub.CommitWeights, committing, since=_SINCE, timeout_s=None)
+    finally:
+        if not was_paused:
+            await resume(fleet)
+    version: str = committed[0].weights.version
+    return version
+
+
+async def _discard(fleet: Fleet, ids: Sequence[str]) -> None:
+    for each in ids:
+        request = control_pb2.DiscardWeightsRequest(update_id=each)
+        await call_each(fleet, lambda stub: stub.DiscardWeights, request, since=_SINCE)

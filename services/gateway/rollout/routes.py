@@ -9,9 +9,9 @@ from services.common.errors import InvalidRequest
 from services.common.keys import ADMIN
 from services.gateway.http.errors import response
 from services.gateway.http.request import Posted, read_body, while_connected
-from services.gateway.openai.body import Body
+from services.gateway.openai.body import Body, optional
 from services.gateway.openai.gateway import Gateway
-from services.gateway.openai.parse import B, ignored_header, parse_large
+from services.gateway.openai.parse import B, ignored_header, parse_large, validate
 from services.gateway.openai.router import Router, parameters, takes
 from services.gateway.rollout import control
 
@@ -19,6 +19,7 @@ _ID = "The id of a completion, or the x-request-id of a response whose request h
 _MOST_IDS = 4096  # of requests to abort
 _MODES: tuple[control.PauseMode, ...] = get_args(control.PauseMode)
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_CHECKSUMS = {"name": "checksums", "in": "query", "schema": {"type": "boolean", "default": False}}
 _PAUSE_QUERY = parameters(
     {"name": "mode", "in": "query", "schema": {"type": "string", "enum": [*_MODES], "default": "abort"}},
     {"name": "clear_cache", "in": "query", "schema": {"type": "boolean", "default": True}},
@@ -61,6 +62,21 @@ class AbortRequestsBody(Body):
             description=f"{_ID} for each request to abort. Empty: all requests.",
         ),
     ]
+
+
+class UpdateWeightsBody(Body):
+    """``POST /update_weights_from_disk``."""
+
+    model_path: str = Field(
+        min_length=1,
+        max_length=4096,
+        description="A directory on the workers' hosts with safetensors files, inside of weight_directories.",
+    )
+    weight_version: str | None = optional("The name of the new weights, of 1 to 256 characters. Default: model_path.")
+    abort_all_requests: bool = Field(
+        default=False,
+        description="true: end all requests with their tokens. false: they continue with the new weights.",
+    )
 
 
 router = Router(scope=ADMIN)
@@ -145,6 +161,36 @@ async def abort_request(request: Request) -> Response:
     return response(200, {"samples": await control.abort(_gateway(request).fleet, ids)}, ignored_header(body))
 
 
+@router.post("/update_weights_from_disk", openapi_extra=takes(UpdateWeightsBody.model_json_schema()))
+async def update_weights_from_disk(request: Request) -> Response:
+    """Replace the weights of all workers between two steps, as SGLang does.
+
+    If the new weights do not fit the model, nothing changes, and the error names the tensor. The prefix cache is empty
+    afterwards. Choices name the ``weights`` that generated their tokens.
+    """
+    body = await _read(request, UpdateWeightsBody)
+    mode: control.PauseMode = "abort" if body.abort_all_requests else "keep"
+    fleet = _gateway(request).fleet
+    updating = control.update_weights(fleet, body.model_path, body.weight_version, mode)
+    version = await while_connected(request.receive, updating)
+    content = {"success": True, "message": f"all workers have the weights {version}", "weight_version": version}
+    return response(200, content, ignored_header(body))
+
+
+@router.get("/get_weight_version")
+async def get_weight_version(request: Request) -> Response:
+    """Return the version of the weights of the first scheduler, as SGLang does. Empty: those of the start."""
+    [first, *_] = await control.read_weights(_gateway(request).fleet, checksums=False)
+    return response(200, {"weight_version": first["version"]})
+
+
+@router.get("/weights", openapi_extra=parameters(_CHECKSUMS))
+async def get_weights(request: Request) -> Response:
+    """Return version and directory of the weights of each scheduler, and checksums of all tensors if asked."""
+    checksums = _read_flag(request, "checksums", default=False)
+    return response(200, {"schedulers": await control.read_weights(_gateway(request).fleet, checksums=checksums)})
+
+
 def _gateway(request: Request) -> Gateway:
     gateway: Gateway = request.app.state.gateway
     return gateway
@@ -154,7 +200,7 @@ async def _read(request: Request, kind: type[B]) -> B:
     """Return the body of a request, or the default one if the request has none. Raises ``InvalidRequest``."""
     if not int(request.headers.get("content-length", 0)) and "transfer-encoding" not in request.headers:
         await request.body()
-        return kind()
+        return validate({}, kind)
     gateway = _gateway(request)
     return await parse_large(gateway.text, Posted(await read_body(request, gateway.config.max_body_bytes)), kind)
 

@@ -11,43 +11,13 @@ from services.common.errors import FailedPrecondition, Unavailable
 from services.gateway.rollout import control
 from tests.gateway.console.test_observer import connected
 from tests.gateway.deployment import PATIENCE_S, eventually
-from tests.gateway.replicas import Replicas
+from tests.gateway.rollout.conftest import get, post, running
 
 LONG = {"prompt": "Hi", "max_tokens": 1500, "ignore_eos": True, "temperature": 1.0, "seed": 5}
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A gateway with two schedulers, whose steps are slow."""
-    replicas = Replicas(tmp_path_factory.mktemp("trained"), 2, worker={"step_ms": 20})
-    try:
-        replicas.deployment.wait_ready()
-        eventually(lambda: replicas.ready == 2)
-        yield replicas.deployment
-    finally:
-        replicas.stop()
-
-
-@pytest.fixture(autouse=True)
-def resumed(request):
-    """A test leaves nothing paused."""
-    yield
-    if "trained" in request.fixturenames:
-        post(request.getfixturevalue("trained"), "/resume")
-
-
-def post(deployment, path: str, **given) -> httpx.Response:
-    answer = httpx.post(deployment.url + path, timeout=PATIENCE_S, **given)
-    assert answer.status_code == 200, answer.text
-    return answer
-
-
 def is_paused(deployment) -> bool:
-    return httpx.get(deployment.url + "/is_paused", timeout=PATIENCE_S).json()["is_paused"]
-
-
-def running(deployment) -> float:
-    return deployment.metric("toka_num_requests_running")
+    return get(deployment, "/is_paused")["is_paused"]
 
 
 @pytest.mark.parametrize(

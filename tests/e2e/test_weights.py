@@ -1,0 +1,94 @@
+"""New weights for a deployment that runs: the same answers and checksums as those of a fresh one, also after kills."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from bench.server import Server, serve
+from tests.checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT_S = 120
+
+
+async def answers(server: Server, count: int = 24) -> list:
+    """Greedy and drawn answers with log-probabilities.
+
+    They are asked one after the other and share no prefix, so that all deployments compute the same batches.
+    """
+    found = []
+    async with openai.AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="none", timeout=TIMEOUT_S) as client:
+        for number in range(count):
+            answer = await client.completions.create(
+                model=server.model, prompt=list(range(2 + number, 30 + 9 * number)), max_tokens=20, logprobs=2, seed=number,
+                temperature=number % 2, extra_body={"ignore_eos": True, "return_token_ids": True},
+            )  # fmt: skip
+            choice = answer.choices[0]
+            found.append((choice.token_ids, choice.logprobs.token_logprobs))
+    return found
+
+
+def update(server: Server, directory: Path, version: str) -> httpx.Response:
+    body = {"model_path": str(directory), "weight_version": version}
+    return httpx.post(f"{server.base_url}/update_weights_from_disk", json=body, timeout=TIMEOUT_S)
+
+
+def checksums(server: Server) -> list[dict]:
+    schedulers = httpx.get(f"{server.base_url}/weights?checksums=true", timeout=TIMEOUT_S).json()["schedulers"]
+    return [worker["checksums"] for scheduler in schedulers for worker in scheduler["workers"]]
+
+
+def workers(server: Server) -> list[int]:
+    """Process ids of the workers."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            command = path.read_bytes().split(b"\0")
+            parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
+            if b"services.worker" in command and parent == server.process.pid:
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoints")
+    for seed in range(3):
+        make_checkpoint(directory / str(seed), "qwen3", seed=seed)
+    return directory
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tp_size": 2}, {"pp_size": 2}, {"dp_size": 2}], ids=["alone", "tp", "pp", "dp"])
+def test_after_an_update_answers_are_those_of_a_fresh_deployment(checkpoints, sizes):
+    flags = {"device": "cpu", "kv_cache_num_tokens": 16 * 400, "torch_num_threads": 1} | sizes
+    with serve(model=checkpoints / "0", weight_directories=checkpoints, **flags) as server:
+        before = asyncio.run(answers(server))
+        told = update(server, checkpoints / "1", "first")
+        assert (told.status_code, told.json()["weight_version"]) == (200, "first"), told.text
+        after, sums = asyncio.run(answers(server)), checksums(server)
+        refused = update(server, checkpoints / "none", "second")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model_path")
+        assert checksums(server) == sums
+    with serve(model=checkpoints / "1", **flags) as fresh:
+        assert asyncio.run(answers(fresh)) == after != before
+        assert checksums(fresh) == sums
+
+
+def test_a_worker_that_is_killed_returns_with_the_committed_weights(checkpoints):
+    flags = {"device": "cpu", "kv_cache_num_tokens": 16 * 400, "torch_num_threads": 1}
+    with serve(model=checkpoints / "0", weight_directories=checkpoints, **flags) as server:
+        for number in (1, 2):
+            assert update(server, checkpoints / str(number), f"v{number}").status_code == 200
+        sums, before = checksums(server), asyncio.run(answers(server, 4))
+        [worker] = workers(server)
+        os.kill(worker, signal.SIGKILL)
+        assert asyncio.run(answers(server, 4)) == before
+        assert checksums(server) == sums
+        assert workers(server) != [worker]

@@ -1,0 +1,97 @@
+"""New weights over HTTP, at two schedulers, whose fake workers have the weights N in ``/weights/N``."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.fakes.model import FakeShape, continuation
+from tests.gateway.deployment import PATIENCE_S, eventually
+from tests.gateway.rollout.conftest import get, post, running
+
+SEEDED = {"prompt": [40, 41, 42], "temperature": 1.0, "seed": 5, "ignore_eos": True, "return_token_ids": True}
+
+
+def update(deployment, number: int, **more) -> dict:
+    return post(deployment, "/update_weights_from_disk", json={"model_path": f"/weights/{number}"} | more).json()
+
+
+def expected(weights: int, count: int, before=()) -> list[int]:
+    """The tokens of sample 0, as its request's seed is 5."""
+    return continuation(FakeShape(), [*SEEDED["prompt"], *before], count, seed=5, weights=weights)
+
+
+def test_an_update_reaches_all_workers_and_names_its_version(trained):
+    told = update(trained, 1, weight_version="step-1")
+    assert (told["success"], told["weight_version"]) == (True, "step-1")
+    assert get(trained, "/get_weight_version") == {"weight_version": "step-1"}
+    schedulers = get(trained, "/weights?checksums=true")["schedulers"]
+    assert [(each["version"], each["directory"]) for each in schedulers] == [("step-1", "/weights/1")] * 2
+    assert [list(worker["checksums"]) for each in schedulers for worker in each["workers"]] == [["norm"]] * 2
+    [choice] = trained.complete(**SEEDED, max_tokens=8).json()["choices"]
+    assert choice["weights"] == [{"version": "step-1", "tokens": 8}]
+    assert choice["token_ids"] == expected(1, 8)
+
+
+def test_running_samples_continue_with_the_new_weights(trained):
+    update(trained, 2, weight_version="2")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(trained.complete, **SEEDED, max_tokens=80)
+        eventually(lambda: running(trained) == 1)
+        update(trained, 3, weight_version="3")
+        [choice] = answer.result(PATIENCE_S).json()["choices"]
+    old, new = choice["weights"]
+    assert (old["version"], new["version"], old["tokens"] + new["tokens"]) == ("2", "3", 80)
+    tokens = choice["token_ids"]
+    assert tokens[: old["tokens"]] == expected(2, old["tokens"])
+    assert tokens[old["tokens"] :] == expected(3, new["tokens"], tokens[: old["tokens"]])
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_the_last_chunk_of_a_stream_names_the_weights(trained, path):
+    update(trained, 4, weight_version="4")
+    body = {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "ignore_eos": True}
+    with httpx.stream("POST", trained.url + path, json=body | {"stream": True}, timeout=PATIENCE_S) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    assert [choice["weights"] for choice in choices if "weights" in choice] == [[{"version": "4", "tokens": 5}]]
+    assert choices[-1]["finish_reason"] == "length"
+
+
+def test_an_update_may_end_all_requests(trained):
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(trained.complete, **SEEDED, max_tokens=1500)
+        eventually(lambda: running(trained) == 1)
+        update(trained, 5, abort_all_requests=True)
+        assert answer.result(PATIENCE_S).json()["choices"][0]["finish_reason"] == "abort"
+    assert get(trained, "/get_weight_version") == {"weight_version": "/weights/5"}
+
+
+def test_an_update_during_a_pause_does_not_end_it(trained):
+    post(trained, "/pause?mode=keep")
+    update(trained, 6)
+    assert get(trained, "/is_paused") == {"is_paused": True}
+    post(trained, "/resume")
+    assert trained.complete(**SEEDED, max_tokens=4).json()["choices"][0]["token_ids"] == expected(6, 4)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"model_path": "/nowhere"}, "model_path"),
+        ({"model_path": ""}, "model_path"),
+        ({"model_path": 3}, "model_path"),
+        ({}, "model_path"),
+        (None, "model_path"),
+        ({"model_path": "/weights/1", "weight_version": ""}, "weight_version"),
+    ],
+)
+def test_a_wrong_update_names_the_field_and_changes_nothing(trained, body, field):
+    update(trained, 7)
+    before = get(trained, "/weights")
+    given = {} if body is None else {"json": body}
+    refused = httpx.post(trained.url + "/update_weights_from_disk", timeout=PATIENCE_S, **given)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), refused.text
+    assert get(trained, "/weights") == before
+    assert get(trained, "/is_paused") == {"is_paused": False}
