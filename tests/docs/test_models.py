@@ -180,7 +180,7 @@ def test_mixtures_of_experts_take_the_memory_that_is_shown():
             plain, quantized = (weight_bytes(laid, ALONE, layers, BFLOAT16, each) for each in ("none", "fp8"))
             token = page_bytes(laid, PAGE_SIZE, BFLOAT16) // PAGE_SIZE
             found[name] = (f"{plain / 2**30:.1f} GiB", f"{quantized / 2**30:.1f} GiB", f"{token // 2**10} KiB")
-    columns = ("weights in bf16", "quantization=fp8", "a token of the cache")
+    columns = ("weights in bf16", "quantization=fp8", "cache of a token")
     assert {name: tuple(row[column] for column in columns) for name, row in MEMORY_TABLE.items()} == found
 
 
