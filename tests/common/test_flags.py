@@ -179,7 +179,7 @@ def test_a_flag_of_the_worker_that_means_nothing_without_another_is_refused_with
 
 
 def test_piecewise_cuda_graphs_beyond_the_largest_step_are_refused():
-    with pytest.raises(FlagError, match="piecewise_cudagraph_max_tokens=4096: no step has so many tokens with max_tok"):
+    with pytest.raises(FlagError, match="piecewise_cudagraph_max_tokens=4096: more tokens than a step has"):
         load(WorkerConfig, ["max_tokens_per_forward=2048", "piecewise_cudagraph_max_tokens=4096"], {})
 
 

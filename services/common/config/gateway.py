@@ -46,7 +46,7 @@ class GatewayFlags(Config):
     )
     max_header_bytes: Int = Field(64 * 1024, ge=1024, description="largest head of an HTTP request; beyond it: 431")
     slow_request_seconds: Float = Field(
-        30.0, gt=0, le=3600, description="a request's head comes within so long, and 16 KiB of its body each time"
+        30.0, gt=0, le=3600, description="time for the head of a request, and for each 16 KiB of its body"
     )
     keep_alive_seconds: Float = Field(
         120.0, gt=0, le=3600, description="idle connections stay open; longer than the pools of clients keep them"
@@ -80,7 +80,7 @@ class GatewayFlags(Config):
         120.0,
         ge=0,
         le=86400,
-        description="a request waits so long for a scheduler, lost with its own or new; 0 = it ends",
+        description="time that a request, new or of a lost scheduler, waits for a scheduler; 0 = it ends",
     )
     batch_concurrency: Int = Field(512, ge=1, le=65536, description="lines of batches that one gateway runs at once")
     tool_call_parser: Literal["auto", "llama3", "hermes", "none"] = Field(

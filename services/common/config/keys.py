@@ -13,7 +13,7 @@ class KeyFlags(Config):
     """Public access: which callers are accepted, and how long an answer waits to be read."""
 
     api_keys_file: str | None = Field(
-        None, min_length=1, description="TOML with a hash of each API key, see toka-key; default: anybody may ask"
+        None, min_length=1, description="TOML with a hash of each API key, see toka-key; default: requests need no key"
     )
     isolate_keys: Annotated[Bool, Needs("api_keys_file")] = Field(
         False, description="an API key shares cached prefixes with itself only"

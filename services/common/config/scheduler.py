@@ -30,7 +30,7 @@ class SchedulerFlags(Config):
         10.0, ge=0, description="seconds between log lines about load, and between datagrams to statsd; 0 = none"
     )
     statsd_server_url: Annotated[str | None, Excludes(stats_report_seconds=0)] = Field(
-        None, min_length=1, description="HOST:PORT of a statsd server that is told the load over UDP"
+        None, min_length=1, description="HOST:PORT of a statsd server that gets the load over UDP"
     )
     statsd_prefix: Annotated[str, Needs("statsd_server_url")] = Field(
         "tokasaurus", pattern=r"^[A-Za-z0-9_.-]+$", description="of the names told to statsd"
@@ -60,7 +60,7 @@ class SchedulerFlags(Config):
     )
     pp_size: PipelineSize = 1
     pp_num_buffer_stages: Annotated[Int, Needs("pp_size", least=2)] = Field(
-        1, ge=0, le=64, description="a step is cut into pp_size + so many micro-batches; with pp_size=1 it is not cut"
+        1, ge=0, le=64, description="micro-batches of a step in addition to pp_size; with pp_size=1 a step is not cut"
     )
     record_plans: str | None = Field(None, min_length=1, description="directory to record every plan and result in")
 

@@ -53,7 +53,7 @@ class ServiceFlags(Config):
         30.0, ge=1, le=1e6, description="seconds without progress, while work waits, after which a process is hung"
     )
     drain_seconds: Float = Field(
-        30.0, ge=0, le=1e6, description="SIGTERM lets running requests go on for so long at most; 0 = not at all"
+        30.0, ge=0, le=1e6, description="time that running requests may take after SIGTERM; 0 = none"
     )
     watchdog: Bool = Field(True, description="a hung process is killed, to be started again; F: for debuggers")
     otlp_endpoint: str | None = Field(

@@ -25,7 +25,7 @@ class WorkerFlags(Config):
     )
     model_impl: Literal["auto", "native", "transformers"] = Field(
         "auto",
-        description="code that computes the layers; transformers: that of the transformers library, with the"
+        description="implementation of the layers; transformers: the code of the transformers library, with the"
         " worker's attention; auto: native for the architectures that have it, else transformers",
     )
     load_format: Literal["safetensors", "dummy"] = Field(
@@ -68,14 +68,14 @@ class WorkerFlags(Config):
     )
     piecewise_cudagraph_max_tokens: Annotated[AutoInt, within(0, 2**31), Needs("use_cudagraphs"), CudaOnly()] = Field(
         "auto",
-        description="most tokens of a step that is no such graph, but graphs of what lies between its attentions; 0:"
-        " none; auto: 1024, or max_tokens_per_forward with tp_size=2 or more, or the slots of a mixture of experts",
+        description="most tokens of a step that is captured in pieces, as CUDA graphs between its attentions; 0: none;"
+        " auto: 1024, or max_tokens_per_forward with tp_size=2 or more, or max_seqs_per_forward with experts",
     )
     compile_cache_dir: str = Field(
         "~/.cache/tokasaurus", min_length=1, description="where compiled kernels are kept between starts"
     )
     fail_on_recompile: Annotated[Bool, Needs("torch_compile")] = Field(
-        False, description="a model graph that must be compiled after the start is an error; else the log tells"
+        False, description="a model graph that must be compiled after the start is an error; F: a line in the log"
     )
     torch_num_threads: Int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's choice")
     dp_size: Int = Field(1, ge=1, le=64, description="data-parallel replicas: a scheduler and its workers each")
@@ -116,7 +116,7 @@ class WorkerFlags(Config):
             value, most = getattr(self, name), self.max_tokens_per_forward
             if most != "auto" and value != "auto" and (value or 0) > most:
                 raise ValueError(
-                    f"flag {name}={value}: no step has so many tokens with"
+                    f"flag {name}={value}: more tokens than a step has with"
                     f" max_tokens_per_forward={self.max_tokens_per_forward}; lower it, or leave it out"
                 )
         return self

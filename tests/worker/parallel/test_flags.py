@@ -27,7 +27,7 @@ def test_a_rank_is_told_from_the_environment_too():
         (["async_tp_threshold=4096"], "flag async_tp_threshold=4096: has no effect without tp_size=2 or more"),
         (
             ["async_tp_threshold=4096", "tp_size=2", "max_tokens_per_forward=2048"],
-            "flag async_tp_threshold=4096: no step has so many tokens with max_tokens_per_forward=2048; lower it",
+            "flag async_tp_threshold=4096: more tokens than a step has with max_tokens_per_forward=2048; lower it",
         ),
         (["tp_size=65"], "flag tp_size='65'.*less than or equal to 64"),
     ],
