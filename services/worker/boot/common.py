@@ -213,7 +213,7 @@ def _load_grammars(config: WorkerConfig, card: model_files.ModelCard, group: Ran
 def make_limits(
     config: ChosenWorkerConfig, model: RankModel, page_count: int, *, hydragen: bool = False, **more: Any
 ) -> WorkerLimits:
-    """Return the limits of plans for a cache of ``page_count`` pages. ``more`` sets further fields of ``Limits``.
+    """Return the limits of plans for a cache of ``page_count`` pages. ``more`` sets further fields of ``WorkerLimits``.
 
     ``hydragen`` is true if the attention backend reads shared prefixes once. Layers with a window ignore them.
     """

@@ -1,7 +1,9 @@
-"""Sources of models: which code computes the model that the flags name, and how its weights are loaded."""
+"""The choice of a model's implementation, native or through transformers, and the source of its weights."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import structlog
 import torch
@@ -20,6 +22,15 @@ from services.worker.models.base import ModelSource, RankModel, Staged
 from services.worker.models.decoder import DecoderModel
 
 log = structlog.get_logger(__name__)
+
+
+class _Choice(NamedTuple):
+    """The files of a model, and the implementation that computes it."""
+
+    card: model_files.ModelCard
+    raw: Mapping[str, Any]  # content of ``config.json``
+    described: ModelConfig  # ``described.foreign`` is None for the native implementation
+    reason: str  # for the log
 
 
 class NativeSource(ModelSource):
@@ -63,18 +74,17 @@ def _own(model: RankModel) -> DecoderModel:
 
 
 def open_model(config: WorkerConfig, dtype: torch.dtype) -> tuple[model_files.ModelCard, ModelSource]:
-    """Return the files of the model that ``config`` names, and its source. Log which code computes it, and why.
+    """Return the files of the model that ``config`` names, and its source. Log the implementation and the reason.
 
     ``dtype`` is that of the weights. Raises ``InvalidRequest``, which names the file or flag.
     """
-    card, described, reason = _choose(config)
+    card, raw, described, reason = _choose(config)
     log.info("model implementation", name="transformers" if described.foreign else "native", reason=reason)
     if described.foreign is None:
         return card, NativeSource(card.directory, described)
     refuse_missing_library(described.foreign)
     from services.worker.models.foreign.source import ForeignSource  # loads transformers, which may not be installed
 
-    raw = read_json(card.directory / "config.json", required=True)
     return card, ForeignSource(card.directory, raw, described, dtype)
 
 
@@ -83,15 +93,16 @@ def read_model(config: WorkerConfig) -> tuple[model_files.ModelCard, ModelConfig
 
     Raises ``InvalidRequest``, which names the file or flag.
     """
-    card, described, _ = _choose(config)
-    return card, described
+    choice = _choose(config)
+    return choice.card, choice.described
 
 
-def _choose(config: WorkerConfig) -> tuple[model_files.ModelCard, ModelConfig, str]:
+def _choose(config: WorkerConfig) -> _Choice:
     card = model_files.read_card(config.model, config.served_model_name, weights=config.load_format != "dummy")
-    described, reason = choose_implementation(read_json(card.directory / "config.json", required=True), config)
+    raw = read_json(card.directory / "config.json", required=True)
+    described, reason = choose_implementation(raw, config)
     limit = _max_context(config, described.max_context_tokens)
-    return card, replace(described, max_context_tokens=limit), reason
+    return _Choice(card, raw, replace(described, max_context_tokens=limit), reason)
 
 
 def make_model(
