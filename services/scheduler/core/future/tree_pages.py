@@ -17,16 +17,29 @@ class NodeEnds:
 
     def keep(self, nodes: list[int]) -> None:
         """Hold the paths of ``nodes`` without an end."""
-        self._raise(np.array(nodes, np.int64), np.full(len(nodes), FAR))
+        self._raise(self._ends, np.array(nodes, np.int64), np.full(len(nodes), FAR))
 
     def hold(self, sequences: Sequences) -> None:
-        """Hold the paths of ``sequences`` as long as these do."""
-        self._raise(sequences.node, np.where(sequences.lent > 0, FAR, sequences.end))
+        """Hold the paths of ``sequences`` until their ends."""
+        self._hold(self._ends, sequences)
 
-    def _raise(self, nodes: np.ndarray, ends: np.ndarray) -> None:
-        """Raise the ends of the paths of ``nodes`` to ``ends``, both int64 ``[sequences]``."""
-        np.maximum.at(self._ends, nodes, ends)
-        touched = np.zeros(len(self._ends), bool)
+    def in_use(self, horizon: int) -> npt.NDArray[np.int64]:
+        """Return the pages in use at each step: int64 ``[horizon]``."""
+        return self._in_use(self._ends, horizon)
+
+    def in_use_with(self, candidates: Sequences, horizon: int) -> npt.NDArray[np.int64]:
+        """Return the pages in use at each step if ``candidates`` hold their paths too: int64 ``[horizon]``."""
+        ends = self._ends.copy()
+        self._hold(ends, candidates)
+        return self._in_use(ends, horizon)
+
+    def _hold(self, ends: np.ndarray, sequences: Sequences) -> None:
+        self._raise(ends, sequences.node, np.where(sequences.lent > 0, FAR, sequences.end))
+
+    def _raise(self, ends: np.ndarray, nodes: np.ndarray, steps: np.ndarray) -> None:
+        """Raise ``ends`` of the paths of ``nodes`` to ``steps``, both int64 ``[sequences]``."""
+        np.maximum.at(ends, nodes, steps)
+        touched = np.zeros(len(ends), bool)
         while True:
             touched[nodes] = True
             touched[ROOT] = False
@@ -34,22 +47,13 @@ class NodeEnds:
             if len(nodes) == 0:
                 return
             touched[nodes] = False
-            np.maximum.at(self._ends, self._parent[nodes], self._ends[nodes])
+            np.maximum.at(ends, self._parent[nodes], ends[nodes])
             nodes = self._parent[nodes]
 
-    def in_use(self, horizon: int) -> npt.NDArray[np.int64]:
-        """Return the pages in use at each step: int64 ``[horizon]``."""
-        released = np.bincount(np.minimum(self._ends, horizon), weights=self._sizes, minlength=horizon + 1)
+    def _in_use(self, ends: np.ndarray, horizon: int) -> npt.NDArray[np.int64]:
+        released = np.bincount(np.minimum(ends, horizon), weights=self._sizes, minlength=horizon + 1)
         released[0] = 0  # unused nodes, and the root
-        return int(self._sizes[self._ends > 0].sum()) - np.cumsum(released[:horizon].astype(np.int64))
-
-    def in_use_with(self, candidates: Sequences, horizon: int) -> npt.NDArray[np.int64]:
-        """Return the pages in use at each step if ``candidates`` hold their paths too: int64 ``[horizon]``."""
-        ends, self._ends = self._ends, self._ends.copy()
-        self.hold(candidates)
-        found = self.in_use(horizon)
-        self._ends = ends
-        return found
+        return int(self._sizes[ends > 0].sum()) - np.cumsum(released[:horizon].astype(np.int64))
 
 
 class PageEnds:
@@ -68,7 +72,7 @@ class PageEnds:
             self._ends[self._tree.path(node)] = FAR
 
     def hold(self, sequences: Sequences) -> None:
-        """Hold the paths of ``sequences`` as long as these do."""
+        """Hold the pages of the paths of ``sequences`` until they are left behind or these end."""
         pages, ends = self._held(sequences)
         np.maximum.at(self._ends, pages, ends)
         self._curve = None
@@ -91,13 +95,11 @@ class PageEnds:
         return self._curve + np.count_nonzero(before == 0) - np.cumsum(released)
 
     def _held(self, sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
-        """Return (pages, ends) of the pages of the tree that ``sequences`` hold: int32 and int64 ``[pages held]``.
-
-        The path of a candidate is not in a page table yet.
-        """
+        """Return (pages, ends) of the pages of the tree that ``sequences`` hold: int32 and int64 ``[pages held]``."""
         first, end = sequences.left_behind, np.minimum(self._tree.depth[sequences.node], sequences.pages)
         columns = np.arange(int(end.max(initial=0)))
         tables = self._tables[sequences.slot, : len(columns)]
+        # The path of a candidate is not in a page table yet.
         for row in np.flatnonzero((sequences.slot < 0) & (end > 0)).tolist():
             node = int(sequences.node[row])
             if node not in self._paths:
@@ -110,6 +112,6 @@ class PageEnds:
 
 
 def _count(steps: np.ndarray, horizon: int) -> npt.NDArray[np.int64]:
-    """Return how many of ``steps`` are each step below ``horizon``: int64 ``[horizon]``."""
+    """Return the number of ``steps`` that equal each step below ``horizon``: int64 ``[horizon]``."""
     counts: npt.NDArray[np.int64] = np.bincount(np.minimum(steps, horizon), minlength=horizon + 1)[:horizon]
     return counts
