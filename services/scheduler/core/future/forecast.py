@@ -8,8 +8,9 @@ If every layer has a window, a sequence also releases a page when its window has
 whose tokens do not attend to it. With the lengths, these steps are known too.
 
 A prompt that takes several steps is computed earlier if other sequences finish and leave it more of each step. Such a
-sequence is assumed to grow from its earliest start and to keep its pages until its latest end, or its window to pass
-them at the latest, which is never less than its actual use. At most one sequence of each key is in that state.
+sequence is assumed to grow from its earliest start. Its pages are assumed to be in use until its latest end, and until
+its window leaves them behind after its latest start. So the forecast is never less than its actual use. At most one
+sequence of each key is in that state.
 """
 
 import numpy as np

@@ -17,16 +17,16 @@ class Sequences(NamedTuple):
     limit: np.ndarray  # greatest length; the last token is sampled and never computed
     pages: np.ndarray  # length of its page table at step 0
     delay: np.ndarray  # it decodes from step ``delay + 1`` on at the earliest
-    late: np.ndarray  # it decodes from step ``late + 1`` on at the latest
+    latest_delay: np.ndarray  # it decodes from step ``latest_delay + 1`` on at the latest
     end: np.ndarray  # step that releases its pages
     node: np.ndarray  # its node of the prefix tree, with its first ``depth[node]`` pages; the others are its own
     lent: np.ndarray  # number of leading pages that are kept after its end; it leaves no page behind if there are any
     left_behind: np.ndarray  # number of leading pages that it does not hold at step 0
     slot: np.ndarray  # -1 = a candidate
 
-    def later(self, steps: np.ndarray | int) -> "Sequences":
+    def delayed(self, steps: np.ndarray | int) -> "Sequences":
         """Return the sequences if their tokens are computed ``steps`` steps later, int64 beside them or one number."""
-        return self._replace(end=self.end + steps, delay=self.delay + steps, late=self.late + steps)
+        return self._replace(end=self.end + steps, delay=self.delay + steps, latest_delay=self.latest_delay + steps)
 
     def take(self, indices: np.ndarray) -> "Sequences":
         """Return the sequences at ``indices``."""
@@ -43,8 +43,8 @@ def running_sequences(slots: Slots, step: int, steps_ahead: int, without: np.nda
         active = np.setdiff1d(active, without, assume_unique=True)
     length = np.maximum(slots.scheduled[active], slots.given[active])
     end, delay = slots.end_step[active] - step, slots.delay[active]
-    late = np.where(delay > 0, end - (slots.total[active] - 1 - slots.given[active]) - steps_ahead, 0)
-    return Sequences(length, slots.limit[active], slots.page_count[active], delay, np.maximum(late, delay),
+    latest = np.where(delay > 0, end - (slots.total[active] - 1 - slots.given[active]) - steps_ahead, 0)
+    return Sequences(length, slots.limit[active], slots.page_count[active], delay, np.maximum(latest, delay),
                      np.maximum(end, 1), slots.node[active], slots.lent_pages[active], slots.left_behind[active],
                      active)  # fmt: skip
 
@@ -63,7 +63,7 @@ def growth(sequences: Sequences, page_size: int) -> tuple[np.ndarray, np.ndarray
 class Leaving(NamedTuple):
     """The times at which sequences leave pages behind. Columns are int64 ``[sequences]``."""
 
-    first: np.ndarray  # first step of this
+    first: np.ndarray  # first step at which pages are left behind
     at_once: np.ndarray  # number of leading pages that are left behind at that step
     end: np.ndarray  # number of leading pages that are left behind before the sequence ends
     length: np.ndarray
@@ -84,8 +84,9 @@ class Leaving(NamedTuple):
 
 
 def leaving_of(sequences: Sequences, limits: WorkerLimits) -> Leaving:
-    """Return when ``sequences`` leave pages behind before they end, if the worker has a window."""
-    length, late = sequences.length, np.where(sequences.lent > 0, FAR, sequences.late)
-    computed = np.minimum(sequences.limit - 1, length + sequences.end - 2 - late)  # when the last plan before is built
-    end = np.where(late + 1 < sequences.end, limits.pages_left_behind(np.maximum(computed, 0)), 0)
-    return Leaving(late + 1, limits.pages_left_behind(length), end, length, limits.window_tokens, limits.page_size)
+    """Return the times at which ``sequences`` leave pages behind before they end, if the worker has a window."""
+    length, first = sequences.length, np.where(sequences.lent > 0, FAR, sequences.latest_delay) + 1
+    # Tokens that are computed when the plan of step ``end - 1`` is built, which is the last before the end.
+    computed = np.minimum(sequences.limit - 1, length + sequences.end - 1 - first)
+    end = np.where(first < sequences.end, limits.pages_left_behind(np.maximum(computed, 0)), 0)
+    return Leaving(first, limits.pages_left_behind(length), end, length, limits.window_tokens, limits.page_size)

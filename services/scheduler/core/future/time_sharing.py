@@ -110,7 +110,7 @@ class TimeSharing:
         state, pool = self._state, self._state.pool
         if pool.holds_longest():
             return True
-        later = running_sequences(pool.slots, pool.step, state.queue.steps_ahead).later(paused.astype(np.int64))
+        later = running_sequences(pool.slots, pool.step, state.queue.steps_ahead).delayed(paused.astype(np.int64))
         return bool(forecast_running(state, later, int(later.end.max(initial=0)) + 1).curve.max() <= pool.pages.size)
 
 

@@ -138,7 +138,7 @@ class Preemption:
     def _fewest(self, plan: PlannedStep, order: np.ndarray, least: int, free: int, candidates: Candidates) -> int:
         """Return how many of ``order``, from the first on, to preempt so that as many candidates fit as if all were."""
         # As of the plan before, because this plan has not computed anything yet.
-        sequences = candidates.sequences.later(1)
+        sequences = candidates.sequences.delayed(1)
         classes, step = candidates.classes, plan.step - 1
         count = self._admission(self._state, step, without=order).fitting(sequences, classes)
         if count == 0:

@@ -205,11 +205,11 @@ class Prefill:
         total, quantile = self._prediction.totals(samples)
         limit = np.array([sample.request.limit for sample in samples], np.int64)
         slowest = max(1, state.pool.shape.max_tokens_per_step - state.pool.slots.running - len(samples))
-        late = -(-rest // slowest)
-        end = late + total - 1 - given + state.queue.steps_ahead
+        latest = -(-rest // slowest)
+        end = latest + total - 1 - given + state.queue.steps_ahead
         delay = -(-least // state.pool.shape.max_tokens_per_step)
         slot = np.full(len(samples), -1)
-        sequences = Sequences(given, limit, -(-given // size), delay, late, end, node, lent, left_behind, slot)
+        sequences = Sequences(given, limit, -(-given // size), delay, latest, end, node, lent, left_behind, slot)
         classes = np.array([-1 if sample.guaranteed else sample.request.length_class_id for sample in samples])
         return Candidates(samples, sequences, classes, Lengths(total, quantile, plan.step + end))
 
