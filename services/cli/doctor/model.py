@@ -44,7 +44,7 @@ class ModelShape:
         return self.described.max_context_tokens
 
     def laid_out(self, device: str) -> "ModelShape":
-        """Return the sizes with which the worker computes the model on a ``device``, ``cpu`` or ``cuda``."""
+        """Return the shape with the sizes that the worker uses on a ``device``, ``cpu`` or ``cuda``."""
         return replace(self, described=laid_out(self.described, device))
 
 
@@ -76,7 +76,10 @@ def check_config(config: DeploymentConfig, directory: Path) -> tuple[ModelShape 
             read_json(directory / "config.json", required=True), config.part(WorkerConfig)
         )
         if described.foreign is not None:
-            described = _sized(described, config, directory)
+            if importlib.util.find_spec("torch") is not None:  # otherwise the workers run elsewhere
+                refuse_missing_library(described.foreign)
+            if config.load_format != "dummy":
+                described = replace(described, parameters=_count_parameters(directory))
         refuse_unshareable(described, config.tp_size, expert_parallel=config.expert_parallel)
         stages = layers_of(described, config.pp_size, config.pp_layers)
         card = read_card(str(directory))
@@ -89,7 +92,7 @@ def check_config(config: DeploymentConfig, directory: Path) -> tuple[ModelShape 
     text = f"{directory}: {len(described.layers)} layers of {described.hidden_size}, {described.heads} heads and"
     text += f" {described.kv_heads} for keys, {described.vocab_size:,} tokens, context of {limit:,}"
     if described.foreign is not None:
-        text += f"; {described.foreign} runs through transformers (model_impl), whose checks are made at the start"
+        text += f"; {described.foreign} runs through transformers (model_impl), which checks it at the start"
     findings = [ok("model", text)]
     if not card.eos_token_ids:
         fix = "add eos_token_id to generation_config.json"
@@ -98,14 +101,10 @@ def check_config(config: DeploymentConfig, directory: Path) -> tuple[ModelShape 
     return ModelShape(described, tuple(stages)), findings
 
 
-def _sized(described: ModelConfig, config: DeploymentConfig, directory: Path) -> ModelConfig:
-    """Return ``described`` with the number of weights in the files. Raises ``InvalidRequest``."""
-    if importlib.util.find_spec("torch") is not None:  # otherwise the workers run elsewhere
-        refuse_missing_library(described.foreign or "")
-    if config.load_format == "dummy":
-        return described
+def _count_parameters(directory: Path) -> int:
+    """Return the number of elements of all tensors in the weight files. Broken files are left out."""
     shards = [each for each in read_shards(directory) if isinstance(each, CheckpointShard)]
-    return replace(described, parameters=sum(prod(each.shape) for shard in shards for each in shard.tensors.values()))
+    return sum(prod(each.shape) for shard in shards for each in shard.tensors.values())
 
 
 def check_device(machine: Machine, shape: ModelShape) -> Iterator[Finding]:
