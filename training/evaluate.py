@@ -25,7 +25,7 @@ from training.tokenizer import END_OF_TEXT_ID, END_OF_TURN_ID, completion_prompt
 
 
 def load_problems(name: str, limit: int) -> list[Problem]:
-    """The first `limit` problems of a file, or of the generated ones that are held out."""
+    """Return the first `limit` problems of a file, or of the held-out generated problems."""
     if name == "generated":
         return held_out_generated(limit)
     records = [json.loads(line) for line in Path(name).read_text(encoding="utf-8").splitlines()]
@@ -41,7 +41,7 @@ def sample_answers(
     context: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """`samples` continuations of every prompt, int64 [prompts, samples, context] on the CPU.
+    """Return `samples` continuations of every prompt, int64 [prompts, samples, context] on the CPU.
 
     All sequences go through the positions together, each fed its prompt's token as long as there
     is one and its own sampled token after that; so no padding or mask is needed. An answer ends
@@ -75,14 +75,14 @@ def sample_answers(
 
 
 def count_right(problem: Problem, answers: list[str]) -> int:
-    """How many of the answers end in the right number."""
+    """Return the number of answers that end in the right number."""
     right = float(problem.answer)
     numbers = (final_number(answer) for answer in answers)
     return sum(number is not None and abs(float(number) - right) < 1e-6 for number in numbers)
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of k samples is right."""
+    """Return the unbiased estimate of the chance that one of k samples is right."""
     return 1.0 - comb(samples - right, k) / comb(samples, k)
 
 
@@ -95,7 +95,7 @@ def evaluate(
     chat: bool,
     seed: int,
 ) -> tuple[dict[int, float], list[str]]:
-    """pass@k for k of 1, 10, 100, ... up to `samples`, and the first answer to each problem."""
+    """Return pass@k for k of 1, 10, 100, ... up to `samples`, and the first answer to each problem."""
     texts = [f"<|user|>{p.question}<|end|><|assistant|>" if chat else completion_prompt(p.question) for p in problems]
     prompts = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
     context = min(model.config.context, max(map(len, prompts)) + 400)
@@ -112,7 +112,7 @@ def evaluate(
 
 
 def cut_answers(rows: Tensor, start: int) -> list[list[int]]:
-    """Each row's tokens from `start` to before its first end; rows int64 [samples, context]."""
+    """Return each row's tokens from `start` to before its first end; rows int64 [samples, context]."""
     answers = []
     for row in rows[:, start:].tolist():
         ends = (i for i, token in enumerate(row) if token in (END_OF_TEXT_ID, END_OF_TURN_ID))

@@ -1,7 +1,7 @@
 """A mixture of experts in plain torch, which computes every expert for every token.
 
-The experts of the built-in model are small, so all of them together are one dense feed-forward part whose
-columns are weighted by the router. Training then needs neither a sort nor a capacity, and no token is dropped.
+The experts of the built-in model are small. All of them together are one dense feed-forward part whose columns
+are weighted by the router. Training then needs no sorting and no capacity limit, and no token is dropped.
 """
 
 import torch
@@ -33,7 +33,7 @@ class ExpertStack(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, hidden_size, width))
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-        """x [tokens, hidden], weights [tokens, experts] -> the weighted sum of the experts' results."""
+        """Return the weighted sum of the experts' results for x [tokens, hidden] and weights [tokens, experts]."""
         gate, up = F.linear(x, self.gate_proj.flatten(0, 1)), F.linear(x, self.up_proj.flatten(0, 1))
         inner = (F.silu(gate) * up).unflatten(-1, self.up_proj.shape[:2])
         weighted = (inner * weights.to(inner.dtype).unsqueeze(-1)).flatten(-2, -1)
@@ -50,7 +50,7 @@ class RoutedExperts(nn.Module):
         self.experts = ExpertStack(experts, hidden_size, width)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [batch, length, hidden] -> the same shape, and the balance loss."""
+        """Return the result for x [batch, length, hidden], of the same shape, and the balance loss."""
         rows = x.flatten(0, 1)
         weights, balance = route(self.gate(rows), self.chosen)
         return self.experts(rows, weights).view_as(x), balance

@@ -1,9 +1,9 @@
-"""Measures a trained model for its card: pass@k on every set of problems, and the experts' shares of tokens.
+"""Measures a trained model for its card: pass@k on every set of problems, and the experts' shares of the choices.
 
     python -m training.measure data=DIR model=DIR [out=FILE] [seconds=1000] [samples=128] [limit=200] [device=cuda]
 
 DIR of `data` holds GSM8K's test.jsonl and train.jsonl. Each row of the card is printed when it is measured, and
-written to FILE as a JSON object a line. No row is begun after `seconds`.
+written to FILE as a line of JSON. After `seconds`, no further row begins.
 """
 
 import json
@@ -75,7 +75,7 @@ def expert_shares(model: LanguageModel, tokens: Tensor) -> Tensor:
 def describe_shares(shares: Tensor) -> dict[str, object]:
     """Return the least and the largest share of each layer, in percent."""
     return {
-        "row": "experts' shares of tokens in GSM8K train, held out, by layer",
+        "row": "experts' shares of the choices in GSM8K train, held out, by layer",
         "equal": round(100 / shares.shape[1], 2),
         "least": [round(100 * share, 2) for share in shares.min(dim=1).values.tolist()],
         "largest": [round(100 * share, 2) for share in shares.max(dim=1).values.tolist()],

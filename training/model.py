@@ -12,10 +12,10 @@ from training.tokenizer import VOCAB_SIZE
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model. Few wide layers and two key-value heads, for quick serving on CPUs.
+    """The shape of a model. The defaults have few wide layers and two key-value heads, for quick serving on CPUs.
 
     With `experts`, the model is a Qwen3-MoE: each layer's feed-forward part is a mixture of experts that are
-    `intermediate_size` wide, and queries and keys are normed. Without, it is a Llama.
+    `intermediate_size` wide, and queries and keys have norms. Without experts, it is a Llama.
     """
 
     vocab_size: int = VOCAB_SIZE
@@ -30,7 +30,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     experts: int = 0
     experts_per_token: int = 0
-    dropout: float = 0.0  # Of the embeddings and of what each part adds, in training only.
+    dropout: float = 0.0  # Of the embeddings and of the output of each part, in training only.
 
 
 # Keys and values of one layer, each [batch, kv_heads, capacity, head_dim].
@@ -38,7 +38,7 @@ LayerCache = tuple[Tensor, Tensor]
 
 
 def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary embedding, each float32 [context, head_dim]."""
+    """Return cosines and sines of the rotary embedding, each float32 [context, head_dim]."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     angles = torch.outer(torch.arange(config.context).float(), config.rope_theta**-exponents)
     angles = torch.cat([angles, angles], dim=-1)
@@ -46,7 +46,7 @@ def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [batch, heads, length, head_dim] by tables [length, head_dim]."""
+    """Return the rotary embedding of x [batch, heads, length, head_dim] by tables [length, head_dim]."""
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     return (x.float() * cos + turned * sin).to(x.dtype)
@@ -68,9 +68,9 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None, start: int) -> Tensor:
-        """x [batch, length, hidden] at positions start.. -> the same shape.
+        """Return the result for x [batch, length, hidden] at the positions from `start` on, of the same shape.
 
-        With a cache, `length` is 1: its entry at `start` is written, those before it are read.
+        With a cache, `length` is 1. The entry of the cache at `start` is written, and those before it are read.
         """
         batch, length, _ = x.shape
         heads = (batch, length, -1, self.head_dim)
@@ -97,12 +97,12 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., hidden] -> the same shape, and a balance loss of zero, as there is no router."""
+        """Return the result for x [..., hidden], of the same shape, and a balance loss of zero: there is no router."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)), x.new_zeros(())
 
 
 class Layer(nn.Module):
-    """One decoder layer: attention and feed-forward, each behind a norm and added to its input."""
+    """Decoder layer: attention and feed-forward, each behind a norm and added to its input."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None, start: int
     ) -> tuple[Tensor, Tensor]:
-        """x [batch, length, hidden] -> the same shape, and the balance loss of the layer's router."""
+        """Return the result for x [batch, length, hidden], of the same shape, and the balance loss of the router."""
         mixed = self.self_attn(self.input_layernorm(x), cos, sin, cache, start)
         x = x + self.dropout(mixed)
         added, balance = self.mlp(self.post_attention_layernorm(x))
@@ -130,7 +130,7 @@ def make_mlp(config: ModelConfig) -> nn.Module:
 
 
 class LanguageModel(nn.Module):
-    """The whole model, head tied. Its parameters have the names of transformers, but for the stacked experts."""
+    """The whole model, with a tied head. Parameters have the names of transformers, except for stacked experts."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class LanguageModel(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """Normal weights of deviation 0.02, less for those that write into the residual sum."""
+        """Draw normal weights of deviation 0.02, or less for those that write into the residual sum."""
         for name, weight in self.named_parameters():
             if weight.ndim >= 2:
                 into_sum = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
@@ -157,14 +157,14 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(weight, std=0.02 * scale)
 
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype) -> list[LayerCache]:
-        """An empty cache of `capacity` positions for `batch` sequences."""
+        """Return an empty cache of `capacity` positions for `batch` sequences."""
         shape = (batch, self.config.kv_heads, capacity, self.config.head_dim)
         device = self.cos.device
         pair = lambda: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
         return [(pair(), pair()) for _ in range(self.config.layers)]
 
     def forward(self, tokens: Tensor, cache: list[LayerCache] | None = None, start: int = 0) -> Tensor:
-        """tokens int64 [batch, length] at positions start.. -> logits [batch, length, vocab]."""
+        """Return the logits [batch, length, vocab] of tokens int64 [batch, length], at positions from `start` on."""
         return self.logits_and_balance(tokens, cache, start)[0]
 
     def logits_and_balance(

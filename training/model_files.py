@@ -92,7 +92,7 @@ def load_model(directory: Path) -> LanguageModel:
 
 
 def unstack_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint: each expert's matrices have names of their own there."""
+    """Return the tensors of a checkpoint, in which each expert's matrices have names of their own."""
     named = {}
     for name, weight in weights.items():
         if stack := STACK.fullmatch(name):

@@ -51,7 +51,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run; `steps` ends it early, for tests."""
+    """The settings of a run. `steps` ends it early, for tests."""
 
     data: Path
     out: Path
@@ -64,14 +64,14 @@ class Settings:
     matrix_rate: float = 4e-3
     embedding_rate: float = 4e-3
     weight_decay: float = 0.1
-    balance_weight: float = 0.01  # Of the routers' balance loss; a model without experts has none.
+    balance_weight: float = 0.01  # Of the routers' balance loss, which is zero without experts.
     prompt_weight: float = 0.5  # Loss weight of a prompt's token; an answer's is 1.
     word_noise: float = 0.15  # Share of a prompt's words that are read as random ones.
     generated: int = 1_000_000  # Problems in the corpus, by source.
     resampled: int = 300_000
     original: int = 100_000
     steps: int = 1_000_000
-    shape: ModelConfig | None = None  # Of the model to train; None: the shape of that name.
+    shape: ModelConfig | None = None  # Shape to train instead of that of `model`, for tests.
 
     @classmethod
     def from_arguments(cls, arguments: list[str]) -> "Settings":
@@ -82,7 +82,7 @@ class Settings:
 
 
 class RowSource:
-    """Rows of one source in a random order, anew every pass; int32 [rows, ROW_LENGTH]."""
+    """Rows of one source in a random order, which differs in each pass; int32 [rows, ROW_LENGTH]."""
 
     def __init__(self, rows: np.ndarray, device: str, generator: torch.Generator) -> None:
         self.rows = torch.from_numpy(rows.astype(np.int32)).to(device)
@@ -91,7 +91,7 @@ class RowSource:
         self.passes = 0
 
     def take(self, count: int) -> Tensor:
-        """The next `count` rows."""
+        """Return the next `count` rows."""
         while len(self.order) < count:
             order = torch.randperm(len(self.rows), generator=self.generator)
             self.order = torch.cat([self.order, order])
@@ -101,9 +101,9 @@ class RowSource:
 
 
 def mixture(progress: float) -> dict[str, float]:
-    """Each source's share of a batch; what comes from GSM8K comes mostly in the last fifth.
+    """Return each source's share of a batch. GSM8K's share is largest in the last fifth.
 
-    GSM8K is small: a large share of it all the time is learned by heart and makes the model worse.
+    GSM8K is small. With a large share from the start, the model learns it by heart and becomes worse.
     """
     late = max(0.0, (progress - 0.8) / 0.2)
     return {
@@ -114,7 +114,7 @@ def mixture(progress: float) -> dict[str, float]:
 
 
 def learning_rate_scale(progress: float, step: int) -> float:
-    """Warm-up over 100 steps, a constant rate, and from 55 % of the time a decay to zero."""
+    """Return a warm-up over 100 steps, then a constant rate, and from 55 % of the time on a decay to zero."""
     decay = min(1.0, max(0.0, (1.0 - progress) / 0.45))
     return min(1.0, (step + 1) / 100) * decay
 
@@ -122,8 +122,8 @@ def learning_rate_scale(progress: float, step: int) -> float:
 def weighted_loss(model: LanguageModel, rows: Tensor, prompt_weight: float, word_noise: float) -> tuple[Tensor, Tensor]:
     """Return the mean cross-entropy of the next token and the balance loss; rows int32 [batch, length] with marks.
 
-    A share `word_noise` of the prompts' words is replaced in what the model reads, so that it
-    cannot know a problem again by a few rare words. Digits, marks and special tokens stay.
+    A share `word_noise` of the prompts' words is replaced in the input, so that the model cannot recognise a
+    problem by a few rare words. Digits, marks and special tokens stay.
     """
     tokens = (rows & (PROMPT_BIT - 1)).long()
     marked = (rows & PROMPT_BIT) != 0
@@ -155,7 +155,7 @@ def describe_validation(model: LanguageModel, rows: Tensor) -> str:
 
 
 def next_batch(sources: dict[str, RowSource], rows: int, progress: float, step: int) -> Tensor:
-    """A step's rows; every fourth step joins four into one, for long contexts."""
+    """Return the rows of a step. Every fourth step joins four rows into one, for long contexts."""
     shares = mixture(progress)
     counts = {name: round(rows * share) for name, share in shares.items()}
     counts["resampled"] += rows - sum(counts.values())
@@ -170,7 +170,7 @@ def optimize(
     settings: Settings,
     report: Callable[[str], None],
 ) -> int:
-    """Train until the time or the steps are used up; returns the number of tokens seen."""
+    """Train until the time or the steps are used up. Return the number of tokens seen."""
     on_gpu = settings.device.startswith("cuda")
     loss_of = torch.compile(weighted_loss, dynamic=False) if on_gpu else weighted_loss
     optimizers = make_optimizers(model, settings)
@@ -199,7 +199,7 @@ def optimize(
             last_report = elapsed
             report(f"step {step} seconds {elapsed:.0f} loss {loss.item():.4f} {describe_validation(model, validation)}")
         elif step % 20 == 0:
-            loss.item()  # Keep the queue of work short, so that the clock tells the truth.
+            loss.item()  # Wait for the device, so that the clock shows the time of the steps.
     seconds = time.monotonic() - started
     seen = step * settings.batch_rows * ROW_LENGTH
     passes = {name: source.passes for name, source in sources.items()}
