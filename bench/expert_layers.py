@@ -1,4 +1,4 @@
-"""The experts of a layer for ``bench.experts``: published shapes, random inputs, and other libraries' kernels."""
+"""Experts of a layer for ``bench.experts``: published shapes, random inputs, and the kernels of other libraries."""
 
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ class Layer(NamedTuple):
 
 
 def torch_mix(shape: Shape, layer: Layer) -> torch.Tensor:
-    """Return the mixture by torch's grouped products, without a wait of the host."""
+    """Return the mixture of ``layer``, computed with torch's grouped products. The host does not wait."""
     from services.worker.layers.triton_rows import gate, quantize
 
     x, routes, weights = layer
@@ -64,15 +64,15 @@ def torch_mix(shape: Shape, layer: Layer) -> torch.Tensor:
         return result if biases is None else result + biases[experts]
 
     inner = product(x[order // chosen], "gate_up")
-    plain = shape.activation == "clamped_swiglu"
-    inner = gated(inner, shape.activation) if plain else gate(inner, shape.activation)
+    fused = shape.activation != "clamped_swiglu"
+    inner = gate(inner, shape.activation) if fused else gated(inner, shape.activation)
     rows = torch.empty(len(order), shape.hidden, dtype=x.dtype, device=x.device)
     rows[order] = product(inner, "down")
     return torch.einsum("tch,tc->th", rows.view(len(x), chosen, -1), routes.weights.to(x.dtype))
 
 
 def flashinfer_mix(layer: Layer) -> torch.Tensor:
-    """Return the mixture by FlashInfer, of weights in bf16 without biases."""
+    """Return the mixture of ``layer``, computed by FlashInfer. Needs weights in bf16, without biases."""
     from flashinfer.fused_moe import cutlass_fused_moe
 
     x, (experts, scores), weights = layer

@@ -2,9 +2,9 @@
 [tokens=1,64,512,4096,16384] [skew=1.0] [mode=compare|tune] [seconds=30]``.
 
 Weights and rows are random. A token's experts are drawn without replacement, with probabilities ``1 / rank ** skew``.
-For each number of tokens, ``mode=compare`` prints the time from the rows and their routes to the mixture, of our
-kernels and of other libraries in the same run: torch's grouped products, and FlashInfer's if ``flashinfer=T``.
-``mode=tune`` searches for ``seconds`` for the fastest tiles instead and prints rows for ``layers/expert_tiles.py``.
+For each number of tokens, ``mode=compare`` prints the time of a mixture, whose routes are given. It measures our
+kernels and those of other libraries in the same run: torch's grouped products, and FlashInfer's if ``flashinfer=T``.
+``mode=tune`` searches for the fastest tiles for ``seconds`` instead, and prints rows for ``layers/expert_tiles.py``.
 Each measurement cycles through several layers, so that the weights do not stay in the L2 cache.
 The last line is one JSON object.
 """
@@ -27,8 +27,9 @@ from services.worker.layers.expert_tiles import MOST_STREAMED_PAIRS, ExpertTiles
 
 _ROUNDS = 5
 _RUN_S = 0.05  # of a measurement, at least
-_OTHERS = {"rows": (16, 32, 64, 128), "group": (1, 4, 8, 16)}
-_OTHERS_OF_A_TILE = {
+# Values that ``mode=tune`` tries, by field of ``ExpertTiles`` and of ``Tile``.
+_OPTIONS = {"rows": (16, 32, 64, 128), "group": (1, 4, 8, 16)}
+_TILE_OPTIONS = {
     "outputs": (32, 64, 128, 256),
     "inputs": (32, 64, 128, 256),
     "warps": (4, 8),
@@ -94,10 +95,10 @@ def _compare(config: BenchConfig, shape: Shape, layers: list[Layer]) -> dict[str
 
 
 def _tune(config: BenchConfig, shape: Shape, layers: list[Layer]) -> dict[str, Any]:
-    """Change one option at a time and keep what is faster, until the time is over or no change helps."""
+    """Change one option at a time and keep faster tiles, until the time is over or no change helps."""
     from services.worker.layers.triton_experts import mix_with_tiles
 
-    pairs, until = layers[0].routes.experts.numel(), time.monotonic() + config.seconds
+    pairs, deadline = layers[0].routes.experts.numel(), time.monotonic() + config.seconds
     weights = layers[0].weights.down
     best = choose_tiles(pairs, len(weights), weights.itemsize)
 
@@ -114,10 +115,10 @@ def _tune(config: BenchConfig, shape: Shape, layers: list[Layer]) -> dict[str, A
     if pairs <= 8 * MOST_STREAMED_PAIRS and (other := ms(best, not streamed)) and other < least:
         streamed, least = not streamed, other
     seen, changed = {best}, True
-    while changed and time.monotonic() < until:
+    while changed and time.monotonic() < deadline:
         changed = False
         for tiles in _neighbours(best):
-            if tiles in seen or time.monotonic() > until:
+            if tiles in seen or time.monotonic() > deadline:
                 continue
             seen.add(tiles)
             found = ms(tiles, streamed)
@@ -129,11 +130,12 @@ def _tune(config: BenchConfig, shape: Shape, layers: list[Layer]) -> dict[str, A
 
 
 def _neighbours(tiles: ExpertTiles) -> Iterator[ExpertTiles]:
+    """Yield ``tiles`` with each value of each option."""
     for part in ("gate_up", "down"):
-        for name, values in _OTHERS_OF_A_TILE.items():
+        for name, values in _TILE_OPTIONS.items():
             for value in values:
                 yield tiles._replace(**{part: getattr(tiles, part)._replace(**{name: value})})
-    for name, values in _OTHERS.items():
+    for name, values in _OPTIONS.items():
         for value in values:
             yield tiles._replace(**{name: value})
 
@@ -149,7 +151,7 @@ def _measured(run: Run, layers: list[Layer]) -> float | None:
             with torch.cuda.graph(graph):
                 kept = [run(layer) for layer in layers]
     except (AttributeError, ImportError, RuntimeError, TypeError, ValueError, TritonError) as error:
-        # too little shared memory for a tile, or a library without such a kernel
+        # The tile needs too much shared memory, or the library has no such kernel.
         print(f"  ({type(error).__name__}: {str(error).strip().splitlines()[0][:120]})", flush=True)
         return None
     times, count = [], 1

@@ -68,8 +68,8 @@ def _seconds(run) -> float:
 def least_ms(sizes: StepSizes, model: ModelConfig, rates: Rates, *, fp8: bool) -> dict[str, float]:
     """Return milliseconds by part. Each operator is assumed to read and write its values once, in bf16.
 
-    The last layer is counted for all tokens, although only sampled tokens continue after its attention. Experts are
-    assumed to be chosen with equal probabilities; with others, steps of few tokens read fewer weights.
+    The last layer is counted for all tokens, although only sampled tokens continue after its attention. All experts are
+    assumed to be equally likely. With unequal probabilities, steps of few tokens read fewer weights.
     """
     tokens, samples, layers = sizes.tokens, sizes.samples, len(model.layers)
     hidden, wide, dense = model.hidden_size, model.intermediate_size, layers - len(model.experts)
