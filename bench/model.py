@@ -99,15 +99,18 @@ class ModelConfig(Config):
 
 def main() -> None:
     config = from_command_line(ModelConfig)
-    directory = make_model(Path(config.directory), config.shape, config.eos_tokens)
+    count = config.eos_tokens or default_ends(config.shape)
+    directory = make_model(Path(config.directory), config.shape, count)
     size, vocab_size = sum(path.stat().st_size for path in directory.iterdir()), SHAPES[config.shape]["vocab_size"]
-    count = config.eos_tokens or vocab_size // _TOKENS_PER_END
     print(f"{directory}: {config.shape}, {vocab_size} tokens, {count} of them end an answer; no weights")
     report({"directory": str(directory), "shape": config.shape, "eos_tokens": count, "bytes": size})
 
 
 def make_model(directory: Path, shape: str = "llama-1b", eos_tokens: int | None = None) -> Path:
-    """Write config, generation config and tokenizer into ``directory``, and return it."""
+    """Write config, generation config and tokenizer into ``directory``, and return it.
+
+    ``eos_tokens`` is the number of tokens that end an answer, by default ``default_ends(shape)``.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     vocab_size = SHAPES[shape]["vocab_size"]
     shared = {
@@ -118,7 +121,7 @@ def make_model(directory: Path, shape: str = "llama-1b", eos_tokens: int | None 
     # No sampling settings, because only some servers would use them.
     _write(
         directory / "generation_config.json",
-        {"bos_token_id": 0, "eos_token_id": ends(eos_tokens or vocab_size // _TOKENS_PER_END, vocab_size)},
+        {"bos_token_id": 0, "eos_token_id": ends(eos_tokens or default_ends(shape), vocab_size)},
     )
     make_tokenizer(vocab_size).save(str(directory / "tokenizer.json"))
     described = {
@@ -128,6 +131,12 @@ def make_model(directory: Path, shape: str = "llama-1b", eos_tokens: int | None 
     }  # fmt: skip
     _write(directory / "tokenizer_config.json", described)
     return directory
+
+
+def default_ends(shape: str) -> int:
+    """Return the number of tokens that end an answer with a mean length of ``_TOKENS_PER_END`` tokens."""
+    vocab_size: int = SHAPES[shape]["vocab_size"]
+    return vocab_size // _TOKENS_PER_END
 
 
 def ends(count: int, vocab_size: int) -> list[int]:
