@@ -29,22 +29,22 @@ class ExpertTiles(NamedTuple):
     down: Tile
 
 
-# Largest number of pairs per expert, on average.
-_FEW, _MORE, _SOME, _MANY, _MOST = 8, 24, 96, 512, 1 << 62
-# The fastest of those tried on an H200 with the shape of Qwen3-30B-A3B: weights of 2 bytes (16 bits) and 1 byte (fp8).
+_MOST = 1 << 62  # exceeds any number of pairs
+# Options by the bytes of a weight, 2 (16 bits) or 1 (fp8), and then by the largest mean number of pairs per expert.
+# They are the fastest of those tried on an H200 with the shape of Qwen3-30B-A3B.
 _TABLES: dict[int, dict[int, ExpertTiles]] = {
     2: {
-        _FEW: ExpertTiles(16, 1, Tile(128, 128, 8, 5), Tile(128, 128, 8, 3)),
-        _MORE: ExpertTiles(32, 1, Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
-        _SOME: ExpertTiles(64, 8, Tile(256, 64, 4, 4), Tile(256, 64, 4, 4)),
-        _MANY: ExpertTiles(128, 1, Tile(256, 64, 8, 4), Tile(256, 64, 8, 4)),
+        8: ExpertTiles(16, 1, Tile(128, 128, 8, 5), Tile(128, 128, 8, 3)),
+        24: ExpertTiles(32, 1, Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
+        96: ExpertTiles(64, 8, Tile(256, 64, 4, 4), Tile(256, 64, 4, 4)),
+        512: ExpertTiles(128, 1, Tile(256, 64, 8, 4), Tile(256, 64, 8, 4)),
         _MOST: ExpertTiles(128, 8, Tile(256, 64, 8, 3), Tile(256, 64, 8, 3)),
     },
     1: {
-        _FEW: ExpertTiles(16, 1, Tile(128, 256, 8, 3), Tile(128, 256, 8, 3)),
-        _MORE: ExpertTiles(32, 1, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3)),
-        _SOME: ExpertTiles(64, 8, Tile(256, 128, 4, 4), Tile(256, 128, 4, 4)),
-        _MANY: ExpertTiles(128, 1, Tile(256, 128, 8, 4), Tile(256, 128, 8, 4)),
+        8: ExpertTiles(16, 1, Tile(128, 256, 8, 3), Tile(128, 256, 8, 3)),
+        24: ExpertTiles(32, 1, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3)),
+        96: ExpertTiles(64, 8, Tile(256, 128, 4, 4), Tile(256, 128, 4, 4)),
+        512: ExpertTiles(128, 1, Tile(256, 128, 8, 4), Tile(256, 128, 8, 4)),
         _MOST: ExpertTiles(128, 16, Tile(256, 128, 8, 3), Tile(256, 128, 8, 4)),
     },
     # float32 has no tensor cores here.
