@@ -119,7 +119,7 @@ def boot(
     card, source = open_model(config, dtype)
     described = laid_out(source.described, device.type)
     if device.type == "cuda":
-        from services.worker.boot.cuda import capturable, make_runner  # loads Triton
+        from services.worker.boot.cuda import disable_uncapturable_graphs, make_runner  # loads Triton
 
         # FlashInfer takes 2 s to load, while this thread waits for the driver and for weights.
         arguments = described.head_dim, cache_dtype(config, dtype)
@@ -158,7 +158,7 @@ def boot(
         with progress.phase("weights"):
             source.fill(model, dummy=config.load_format == "dummy")
         if device.type == "cuda":
-            chosen, choices = capturable(config.use_cudagraphs, chosen, choices, model)
+            chosen, choices = disable_uncapturable_graphs(config.use_cudagraphs, chosen, choices, model)
         log.info("weights loaded", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
         parts = RunnerParts(chosen, model, group, _load_grammars(config, card, group))
         if chosen.torch_compile:

@@ -40,8 +40,8 @@ from services.worker.sampling.fused import FusedSampler
 # Each micro-batch in flight has its own buffers for inputs and results.
 _MAX_MICRO_BATCHES = 16
 
-# Tokens of a pass that finds out whether the host waits, and the message of torch if it does.
-_FEW_TOKENS, _WAITED = 8, "synchronizing CUDA operation"
+# Tokens of the pass that shows whether the host waits, and the message of torch if it does.
+_FEW_TOKENS, _WAIT_MESSAGE = 8, "synchronizing CUDA operation"
 
 # Steps whose activations a stage may have received and not started, since it receives plans ahead.
 _RECEIVED_AHEAD = 4
@@ -129,7 +129,7 @@ def refuse_unsupported(config: ChosenWorkerConfig, model: RankModel) -> None:
         refuse_fp8_cache(torch.cuda.get_device_name(model.device), torch.cuda.get_device_capability(model.device))
 
 
-def capturable(
+def disable_uncapturable_graphs(
     wanted: bool | str, chosen: ChosenWorkerConfig, choices: tuple[FlagChoice, ...], model: RankModel
 ) -> tuple[ChosenWorkerConfig, tuple[FlagChoice, ...]]:
     """Return ``chosen`` and ``choices`` with ``use_cudagraphs`` false if CUDA graphs cannot capture ``model``.
@@ -156,7 +156,7 @@ def _waits(model: RankModel) -> bool:
         try:
             model.project(model(token_ids, positions, nothing))
         except RuntimeError as error:
-            if _WAITED not in str(error):
+            if _WAIT_MESSAGE not in str(error):
                 raise
             return True
         finally:
