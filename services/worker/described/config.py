@@ -165,7 +165,7 @@ def read_width(given: JsonObject, key: str) -> int:
 
 
 def read_size(given: JsonObject, key: str, default: int | None = None) -> int:
-    """Return a size of any architecture. Raises ``InvalidRequest`` if it is out of range, or is missing."""
+    """Return the size ``key``, or ``default`` if it is missing. Raises ``InvalidRequest`` if it is out of range."""
     most = {"num_hidden_layers": _MOST_LAYERS, "num_attention_heads": _MOST_HEADS, "head_dim": _MOST_HEAD_DIM}
     return given.integer(key, default, most=most.get(key, _MOST_WIDTH))
 

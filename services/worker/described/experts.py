@@ -29,7 +29,7 @@ def read_experts(
 ) -> ExpertsConfig:
     """Return the description of the experts. ``count`` and ``width`` are the names of their keys.
 
-    Files of transformers 5 have ``num_local_experts`` in the place of other names of the count.
+    Files of transformers 5 have ``num_local_experts`` instead of other names of the count.
 
     Raises ``InvalidRequest`` naming the key that is missing, not supported, or of a wrong type or size.
     """

@@ -1,6 +1,7 @@
 """Models without a description in the registry, which transformers computes (``model_impl=transformers``).
 
-Only the worker loads transformers. What it finds replaces the sizes here, which are estimates for other programs.
+Only the worker loads transformers. The sizes here are estimates for other programs. The worker replaces them by those
+of the loaded model.
 """
 
 import importlib.util
@@ -34,7 +35,7 @@ _LATENT_KEYS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 _NO_HEAD = "the name of a language model ends with ForCausalLM or LMHeadModel"
 # Values of ``layer_types`` for layers that have keys and values of each token.
 _ATTENTION_TYPES = ("full_attention", "sliding_attention", "attention")
-# Architectures whose layers keep a state instead of keys and values, by the begin of their names.
+# Architectures whose layers keep a state instead of keys and values, by the beginning of their names.
 _STATEFUL = (
     *("BailingHybrid", "Bamba", "FalconH1", "FalconMamba", "GraniteMoeHybrid", "Jamba", "KimiLinear", "Lfm2", "Lfm3"),
     *("Mamba", "MiniMaxForCausalLM", "NemotronH", "OlmoHybrid", "Qwen3Next", "Qwen3_5", "RecurrentGemma", "Rwkv"),
@@ -53,7 +54,7 @@ _LENGTH_DEPENDENT = ("dynamic",)
 def choose_implementation(raw: Mapping[str, Any], config: WorkerConfig) -> tuple[ModelConfig, str]:
     """Return the description of the model of ``config.json``, and the reason for its implementation, for the log.
 
-    ``config`` has the flag ``model_impl``, and flags that transformers does not support. Raises ``InvalidRequest``,
+    ``config`` has the flag ``model_impl``, and flags that do not work with transformers. Raises ``InvalidRequest``,
     with the key or flag and the fix, if the model cannot run.
     """
     names = architecture_names(raw)

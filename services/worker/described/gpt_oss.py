@@ -32,7 +32,7 @@ def read_gpt_oss(config: Mapping[str, Any]) -> ModelConfig:
     given = JsonObject("config.json", config)
     for name, supported in _GATED_UNIT.items():
         if given.number(name, supported, most=1e6) != supported:
-            raise given.wrong(name, f"{supported:g}, the only value that is")
+            raise given.wrong(name, f"{supported:g}, the only value")
     config = {"head_dim": _HEAD_DIM, "rope_theta": _THETA} | dict(config)
     if config.get("rope_parameters") is None and not given.object("rope_scaling").values:
         config["rope_parameters"] = _ROPE
@@ -52,9 +52,9 @@ def read_gpt_oss(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _stored(shapes: Mapping[str, Shape]) -> dict[str, CheckpointTensor]:
-    """Return the tensors of the checkpoint, which has those of all experts of a layer in one.
+    """Return the tensors of the checkpoint, in which one tensor holds all experts of a layer.
 
-    The columns of ``gate_up_proj [experts, hidden_size, 2 * width]`` belong to gate and up in turn.
+    The columns of ``gate_up_proj [experts, hidden_size, 2 * width]`` alternate between gate and up.
     """
     separate = {name: shape for name, shape in shapes.items() if ".experts." not in name}
     stored = renamed(separate, {".mlp.gate.": ".mlp.router."})

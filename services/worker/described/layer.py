@@ -55,7 +55,7 @@ class RouterConfig:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of experts in the place of an MLP. Each expert is a gated MLP."""
+    """A mixture of experts, which replaces an MLP. Each expert is a gated MLP."""
 
     count: int
     chosen: int  # experts per token

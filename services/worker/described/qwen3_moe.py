@@ -15,7 +15,7 @@ _WINDOW = 4096  # default of transformers
 def read_qwen3_moe(config: Mapping[str, Any]) -> ModelConfig:
     """Return the description of a Qwen 3 mixture of experts.
 
-    Every ``decoder_sparse_step``-th layer has experts, but those in ``mlp_only_layers``. All layers have the window.
+    Every ``decoder_sparse_step``-th layer has experts, except those in ``mlp_only_layers``. All layers have the window.
     """
     given = JsonObject("config.json", config)
     bias, step = given.boolean("attention_bias"), read_count(given, "decoder_sparse_step", 1)

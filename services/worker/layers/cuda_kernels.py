@@ -10,7 +10,7 @@ from services.worker.layers.kernels import TorchKernels
 
 
 class CudaKernels(TorchKernels):
-    """Operators for CUDA. Each but ``mix`` launches one kernel, even without torch.compile."""
+    """Operators for CUDA. Each except ``mix`` launches one kernel, even without torch.compile."""
 
     def norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None

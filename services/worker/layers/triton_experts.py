@@ -3,8 +3,8 @@
 Pairs of a token with one of its experts are sorted by expert, so that a program multiplies rows by the weights of one
 expert. A row's result does not depend on the other rows of its program.
 
-The buffers have a row per pair, for any routing: the memory of a step depends on its number of tokens alone. So the
-largest step that the boot runs proves that the memory suffices, also if all tokens choose the same expert.
+The buffers have a row per pair, for any routing, so the memory of a step depends on its number of tokens alone. The
+boot runs the largest step. It shows that the memory suffices, also if all tokens choose the same expert.
 """
 
 from typing import Any, NamedTuple

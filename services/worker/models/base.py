@@ -80,7 +80,7 @@ class RankModel(nn.Module, ABC):
 
     @abstractmethod
     def compile_layers(self, compiled: Compile) -> None:
-        """Replace the layers by what ``compiled`` makes of them. Call it before the first step."""
+        """Replace the layers by the result of ``compiled``. Call it before the first step."""
 
     @abstractmethod
     def attention_layers(self) -> list[LayerAttention]:

@@ -45,7 +45,7 @@ SUPPORTED: SupportedValues = {
 }
 
 
-# The last product of a part. The second argument, if it is given, is a tensor to add to in place.
+# The last product of attention or MLP. The second argument, if it is given, is a tensor to add to in place.
 Product = Callable[..., torch.Tensor]
 
 
@@ -194,14 +194,14 @@ class DecoderLayer(nn.Module):
 
     @property
     def dense_mlp(self) -> Mlp:
-        """The MLP of a layer without experts. Raises ``TypeError`` for others."""
+        """MLP of a layer without experts. Raises ``TypeError`` for other layers."""
         if not isinstance(self.mlp, Mlp):
             raise TypeError("the layer has experts; look at its description first")
         return self.mlp
 
     @property
     def input_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norms before attention and MLP. Raises ``TypeError`` for a layer without them."""
+        """Norms before attention and MLP. Raises ``TypeError`` for a layer without them."""
         if self.attention_norm is None or self.mlp_norm is None:
             raise TypeError("the layer has no norms before its parts; look at its description first")
         return self.attention_norm, self.mlp_norm

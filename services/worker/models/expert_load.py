@@ -1,4 +1,4 @@
-"""The number of tokens that each expert got, for metrics."""
+"""Number of tokens of each expert, for metrics."""
 
 import numpy as np
 import torch
@@ -14,11 +14,11 @@ class ExpertLoad:
     """
 
     def __init__(self, model: RankModel) -> None:
-        """Start to count at zero. The model must have experts, and must not run meanwhile."""
+        """Reset the counts. The model must have experts, and must not run during the call."""
         self._loads = [module.load for module in model.modules() if isinstance(module, Experts)]
         for load in self._loads:
             load.zero_()
-        # A stream of its own, so that a reader does not wait for steps, nor steps for a reader.
+        # With a separate stream, a reader does not wait for steps, and steps do not wait for a reader.
         self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
 
     @staticmethod
@@ -33,9 +33,10 @@ class ExpertLoad:
 
 
 def imbalance(counts: np.ndarray) -> float:
-    """Return the largest number of tokens of an expert over the mean, as a mean over layers, for ``ExpertLoad.read``.
+    """Return the tokens of a layer's busiest expert divided by the mean of its experts, as a mean over layers.
 
-    1 means that all experts of a layer got the same number of tokens. The result is 1 before the first token.
+    ``counts`` are from ``ExpertLoad.read``. 1 means that all experts of a layer have the same number of tokens. The
+    result is 1 before the first token.
     """
     means = counts.mean(axis=1)
     return float(np.where(means > 0, counts.max(axis=1) / np.maximum(means, 1e-9), 1.0).mean())

@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of a layer's MLP."""
+"""A mixture of experts, which replaces the MLP of a layer."""
 
 from typing import Any
 
@@ -18,11 +18,11 @@ from services.worker.parallel.exchange import Exchange
 class Experts(nn.Module):
     """Router, experts, and the shared expert if there is one.
 
-    As with ``Mlp``, the caller applies ``down``, which computes everything. Each rank has some experts, or a share of
-    each, and the sum over the ranks is the result. All ranks compute the routes of all tokens.
+    As with ``Mlp``, the caller applies ``down``, which here computes the whole mixture. Each rank has some experts, or
+    a share of each, and the sum over the ranks is the result. All ranks compute the routes of all tokens.
     """
 
-    # Routers choose by rows that are not quantized. The products quantize their inputs.
+    # The router needs rows that are not quantized. The products of experts quantize their inputs.
     quantizes = False
     correction: torch.Tensor | None
     load: torch.Tensor  # [experts] int64

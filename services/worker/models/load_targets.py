@@ -55,13 +55,13 @@ class ConvertedTarget:
 
 
 class PartTargets:
-    """A load target for a stored tensor that contains several tensors of the model, or one in another form.
+    """A load target for a stored tensor that contains several tensors of the model, or one tensor in another form.
 
     Raises ``ValueError`` if the shape of a part differs from that of its target.
     """
 
     def __init__(self, stored: CheckpointTensor, targets: Mapping[str, Any]) -> None:
-        """``targets`` are those of the model's tensors, by name. Parts without a target are skipped."""
+        """Find the targets of the parts. ``targets`` are by the model's names. Parts without a target are skipped."""
         self._parts = [(part, targets[part.name]) for part in stored.parts if part.name in targets]
         self.shape, self.device = torch.Size(stored.shape), self._parts[0][1].device
 
@@ -132,7 +132,7 @@ def _scaled(target: Any, factor: float, offset: float = 0.0) -> ConvertedTarget:
 
 
 def _with_heads(target: Any, dimension: int, order: list[int], stored: int, factor: float = 1.0) -> ConvertedTarget:
-    """Return a target whose heads, along ``dimension``, have ``stored`` elements. ``order`` is of ``heads``."""
+    """Return a target whose heads, along ``dimension``, have ``stored`` elements. ``order`` is from ``heads``."""
     shape = list(target.shape)
     heads = shape[dimension] // len(order)
     shape[dimension] = heads * stored

@@ -98,7 +98,7 @@ def load_dummy(model: DecoderModel, seed: int) -> None:
     """Fill ``model`` with random weights: matrices from normal(0, 0.02), norms one, biases zero.
 
     They depend on ``seed``, any integer, and on the kind of device, but not on the number of ranks. Routers are
-    skewed: some experts get several times the mean number of tokens.
+    skewed: some experts receive several times the mean number of tokens.
     """
     for name, target in model.targets().items():
         # Drawn with the shape of the checkpoint tensor, which the target may store in another form.
@@ -116,7 +116,7 @@ def load_dummy(model: DecoderModel, seed: int) -> None:
 
 
 def _skew(router: torch.Tensor) -> None:
-    """Scale the rows of ``router [experts, hidden_size]`` in place. Experts with larger rows win more often."""
+    """Scale the rows of ``router [experts, hidden_size]`` in place. Experts with larger rows are chosen more often."""
     # Multiples of the golden ratio spread large and small rows over the experts, and so over the ranks.
     spread = torch.arange(router.shape[0], dtype=torch.float64, device=router.device) * _GOLDEN_RATIO % 1
     router.mul_((_ROUTER_SKEW ** (spread - 0.5)).unsqueeze(1).to(router.dtype))
