@@ -1,4 +1,4 @@
-"""The table of architectures in docs/models.md says what the code declares, refuses and is tested with."""
+"""The tables of models agree with the features that the code declares, the flags that it refuses, and its tests."""
 
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -41,18 +41,18 @@ of_architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
 def read_table(heading: str, page: str = "models.md") -> Table:
-    """Return the rows of the table under ``heading`` by their first cells, each with its cells by column."""
+    """Return the rows of the last table under ``heading`` by their first cells, each with its cells by column."""
     section = prose(ROOT / "docs" / page).partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    table = [block.strip() for block in section.split("\n\n") if block.strip().startswith("|")][-1]
     head, _, *rows = (
-        [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
-        for line in section.splitlines()
-        if line.startswith("|")
+        [cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in table.splitlines()
     )
     return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
 
 
 TABLE = read_table("Which architectures?")
 MEMORY_TABLE = read_table("How do I serve a mixture of experts?", "gpus.md")
+WINDOW_TABLE = read_table("What do sliding windows save?")
 FOREIGN_TABLE = read_table("Which other architectures run through transformers?")
 
 
@@ -182,6 +182,20 @@ def test_mixtures_of_experts_take_the_memory_that_is_shown():
             found[name] = (f"{plain / 2**30:.1f} GiB", f"{quantized / 2**30:.1f} GiB", f"{token // 2**10} KiB")
     columns = ("weights in bf16", "quantization=fp8", "cache of a token")
     assert {name: tuple(row[column] for column in columns) for name, row in MEMORY_TABLE.items()} == found
+
+
+def test_tokens_before_the_windows_take_the_memory_that_is_shown():
+    tokens, found = 32768, {}
+    for name, model in PUBLISHED.values():
+        windows = [window for window in model.windows if window is not None]
+        row = f"{name}: {len(windows)} of {len(model.layers)} layers, window {max(windows, default=0):,}"
+        if row not in WINDOW_TABLE:
+            continue
+        token = page_bytes(laid_out(model, "cuda"), PAGE_SIZE, BFLOAT16) // PAGE_SIZE
+        unread = sum(tokens - window for window in windows) * token / len(model.layers)
+        sizes = (f"{size / 2**30:.2g} GiB" for size in (token * tokens, unread))
+        found[row] = (f"{token // 2**10} KiB", *sizes)
+    assert {row: tuple(cells.values())[1:] for row, cells in WINDOW_TABLE.items()} == found
 
 
 @cache
