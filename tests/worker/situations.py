@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 PAGE = 16
 TOKENS = 300
 _SLOTS, _ANSWER = 66, 30
-# For a runner that ``tell`` drives.
+# Flags of a runner for ``run_situations``.
 FLAGS = {"max_seqs_per_forward": _SLOTS, "max_tokens_per_forward": 256, "kv_cache_num_tokens": 420 * PAGE}
 _LENGTHS = (1, PAGE, PAGE + 1, 5, 31, 33, 60)  # of 64 prompts in turn
 
@@ -45,7 +45,7 @@ _LEAST_MARGIN = 1e-5
 
 
 def margins(router: torch.nn.Module, logits: torch.Tensor) -> torch.Tensor:
-    """Return how much the last chosen expert of each token is before the first that is not, ``[tokens]``.
+    """Return the distance of each token's last chosen expert to the first one that is not chosen, ``[tokens]``.
 
     ``router`` is one of transformers, and ``logits [tokens, experts]`` are its own. Groups of experts count too.
     """
@@ -143,8 +143,8 @@ def logits_in_chunks(directory: Path, token_ids: list[int], chunks: Sequence[int
     return torch.cat(found)
 
 
-class Told(NamedTuple):
-    """The part of a sequence that a slot computed."""
+class Computed(NamedTuple):
+    """Part of a sequence that a slot computed."""
 
     prompt: list[int]
     tokens: list[int]  # sampled
@@ -174,7 +174,7 @@ class _Recorder:
         return self._runner.run_all([plan])[0]
 
 
-class _Story:
+class _Steps:
     """Steps in which prompts are computed in chunks beside rows that decode."""
 
     def __init__(self, runner: StepRunner | Replica) -> None:
@@ -214,46 +214,46 @@ class _Story:
             self._parts = {}
 
     def tokens(self, slot: int) -> list[int]:
-        """Return what the slot has sampled."""
+        """Return the tokens that the slot has sampled."""
         return self._driver.tokens.get(slot, [])
 
-    def told(self) -> list[Told]:
-        """Return what the slots have computed."""
+    def computed(self) -> list[Computed]:
+        """Return the parts of sequences that the slots have computed."""
         return [
-            Told(prompt, self.tokens(slot), torch.stack(self._recorder.logits[slot]))
+            Computed(prompt, self.tokens(slot), torch.stack(self._recorder.logits[slot]))
             for slot, prompt in self._prompts.items()
         ]
 
 
-def tell(runner: StepRunner | Replica) -> list[Told]:
+def run_situations(runner: StepRunner | Replica) -> list[Computed]:
     """Compute sequences in all situations, with ``FLAGS``.
 
     The first is computed in chunks, decodes alone and beside 64 others, is preempted, and resumes in other pages until
     it has ``TOKENS`` tokens. Another takes over a prefix of its pages. Prompts of one token, of a page, and of a page
     and one are among the others.
     """
-    story, long = _Story(runner), tokens_of(TOKENS - _ANSWER)
-    pages = story.pages(TOKENS)
-    story.admit({0: (long, pages, 0)})
-    story.advance({0: _ANSWER // 2}, chunk=70)
+    steps, long = _Steps(runner), tokens_of(TOKENS - _ANSWER)
+    pages = steps.pages(TOKENS)
+    steps.admit({0: (long, pages, 0)})
+    steps.advance({0: _ANSWER // 2}, chunk=70)
     shared = 4 * PAGE
     prefixed = long[:shared] + tokens_of(13, seed=1)
-    others = {1: (prefixed, pages[:4] + story.pages(PAGE + 13), shared)}
+    others = {1: (prefixed, pages[:4] + steps.pages(PAGE + 13), shared)}
     for slot in range(2, _SLOTS - 1):
         prompt = tokens_of(_LENGTHS[slot % len(_LENGTHS)], slot)
-        others[slot] = prompt, story.pages(len(prompt) + PAGE), 0
-    story.admit(others)
-    story.advance(dict.fromkeys(others, 4) | {0: _ANSWER // 2 + 6}, chunk=40)
-    known = long + story.tokens(0)
-    story.admit({_SLOTS - 1: (known, story.pages(TOKENS), 0)}, releases=[0])
-    story.advance({_SLOTS - 1: TOKENS - len(known), 1: 9, 2: 9}, chunk=100)
-    return story.told()
+        others[slot] = prompt, steps.pages(len(prompt) + PAGE), 0
+    steps.admit(others)
+    steps.advance(dict.fromkeys(others, 4) | {0: _ANSWER // 2 + 6}, chunk=40)
+    known = long + steps.tokens(0)
+    steps.admit({_SLOTS - 1: (known, steps.pages(TOKENS), 0)}, releases=[0])
+    steps.advance({_SLOTS - 1: TOKENS - len(known), 1: 9, 2: 9}, chunk=100)
+    return steps.computed()
 
 
-def check(told: Sequence[Told], expected: Expected) -> None:
+def check(computed: Sequence[Computed], expected: Expected) -> None:
     """Fail unless the logits are those of transformers, to 1e-4."""
-    by_length: dict[int, list[Told]] = defaultdict(list)
-    for each in told:
+    by_length: dict[int, list[Computed]] = defaultdict(list)
+    for each in computed:
         by_length[len(each.prompt) + len(each.tokens)].append(each)
     for some in by_length.values():
         logits = expected.of([each.prompt + each.tokens for each in some])

@@ -79,7 +79,7 @@ def models(draw, architecture: str) -> ModelConfig:
 @settings(max_examples=examples(40))
 @given(data=st.data())
 def test_each_element_of_a_checkpoint_is_one_element_of_the_model(architecture, data):
-    """Every element has a number of its own, so one that is copied twice, or never, is seen."""
+    """Every element has a different number, so an element that is copied twice, or never, is found."""
     model = data.draw(models(architecture))
     targets = {name: torch.full(shape, -1) for name, shape in model_shapes(model).items()}
     count = 0

@@ -1,4 +1,4 @@
-"""What a worker chooses for flags that are ``auto``, on devices that are not here."""
+"""Values that a worker chooses for flags that are ``auto``, for given devices."""
 
 from typing import Any
 

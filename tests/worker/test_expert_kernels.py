@@ -69,7 +69,7 @@ def test_of_equal_scores_the_expert_with_the_lower_number_comes_first():
     check_route(torch.zeros(2, 32, device=DEVICE), ROUTERS["groups of softmax"], 6)
 
 
-def test_what_is_no_number_still_chooses_experts_that_exist():
+def test_logits_that_are_not_numbers_still_choose_existing_experts():
     from services.worker.layers.triton_routing import route
 
     logits = random(3, 20)
@@ -110,7 +110,7 @@ def test_pairs_are_in_blocks_of_their_expert(rows, first, count, tokens):
 
 
 def test_the_number_of_blocks_does_not_depend_on_the_routing():
-    """The bound is reached by the worst routing: as many experts as possible have one row more than fills a block."""
+    """The worst routing reaches the bound: each expert has a pair, and one row more than fills its blocks."""
     from services.worker.layers.triton_routing import most_blocks
 
     for pairs, experts, rows in ((1, 8, 16), (7, 8, 16), (500, 8, 16), (4096, 128, 64), (100, 1, 16)):
@@ -125,12 +125,12 @@ def test_the_number_of_blocks_does_not_depend_on_the_routing():
 
 
 def check_half(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare values of 16 bits. Both round the products and their sums, each in an order of its own."""
+    """Compare values of 16 bits. Both round the products and their sums, in different orders."""
     assert (found.float() - expected.float()).abs().max() <= expected.float().abs().max() / 64
 
 
 class Case:
-    """Random experts, and the tokens that they get."""
+    """Random experts, and the tokens that are routed to them."""
 
     def __init__(
         self, tokens: int, *, hidden: int = 48, width: int = 40, experts: int = 6, chosen: int = 2,
@@ -285,8 +285,8 @@ def test_a_mixture_in_fp8(tokens, biases):
     assert (found - expected).norm() / expected.norm() < 0.02
 
 
-def test_compilers_are_told_the_shapes_of_results():
-    """The operators on tensors of ``meta``, which torch.compile relies on."""
+def test_operators_declare_the_shapes_of_their_results():
+    """Tensors of ``meta`` show the shapes, on which torch.compile relies."""
     from services.worker.layers import triton_experts, triton_routing  # noqa: F401 (registers the operators)
 
     meta, case = torch.device("meta"), Case(5, dtype=torch.bfloat16, biases=True)

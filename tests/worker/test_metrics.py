@@ -1,4 +1,4 @@
-"""What a worker tells Prometheus of its steps, and of its device where the driver tells."""
+"""Metrics of a worker: of its steps, of its experts, and of its device if the driver reports them."""
 
 from types import SimpleNamespace
 
@@ -30,7 +30,7 @@ async def figures(port: int) -> dict[tuple[str, ...], float]:
     }
 
 
-async def test_a_worker_tells_of_its_steps(worker, connect):
+async def test_a_worker_reports_its_steps(worker, connect):
     port = free_port()
     scheduler = await connect(await worker(metrics_port=port, device="cpu"))
     await scheduler.info()
@@ -42,16 +42,16 @@ async def test_a_worker_tells_of_its_steps(worker, connect):
         batch=plan_pb2.Batch(slots=[0], token_counts=[3]),
     )
     await scheduler.run(batch=plan_pb2.Batch(slots=[0]))
-    told = await figures(port)
-    assert told["steps_total",] == 2
-    assert told["step_seconds_total", "forward"] > 0
-    assert told["step_seconds_total", "prepare"] > 0
-    assert told["plans_queued",] == 0
-    assert told["recompilations_total", "graph"] == told["recompilations_total", "kernel"] == 0
-    assert ("energy_joules_total",) not in told
+    found = await figures(port)
+    assert found["steps_total",] == 2
+    assert found["step_seconds_total", "forward"] > 0
+    assert found["step_seconds_total", "prepare"] > 0
+    assert found["plans_queued",] == 0
+    assert found["recompilations_total", "graph"] == found["recompilations_total", "kernel"] == 0
+    assert ("energy_joules_total",) not in found
 
 
-async def test_a_worker_with_experts_tells_of_their_load(worker, connect, checkpoint):
+async def test_a_worker_with_experts_reports_their_load(worker, connect, checkpoint):
     port = free_port()
     model = str(checkpoint("qwen3_moe"))  # 8 experts, 3 of them for each token of each layer
     scheduler = await connect(await worker(metrics_port=port, device="cpu", model=model, torch_num_threads=1))
@@ -65,10 +65,10 @@ async def test_a_worker_with_experts_tells_of_their_load(worker, connect, checkp
         admissions=[plan_pb2.Admission(slot=0, token_ids=range(11), pages=[0], sampling=sampling)],
         batch=plan_pb2.Batch(slots=[0], token_counts=[11]),
     )
-    told = await figures(port)
-    counts = [told["expert_tokens_total", str(expert)] for expert in range(8)]
+    found = await figures(port)
+    counts = [found["expert_tokens_total", str(expert)] for expert in range(8)]
     assert sum(counts) == 3 * 3 * 11  # three layers
-    assert 1 < told["expert_load_imbalance",] <= 8
+    assert 1 < found["expert_load_imbalance",] <= 8
 
 
 def test_imbalance_is_that_of_each_layer():
@@ -77,7 +77,7 @@ def test_imbalance_is_that_of_each_layer():
     assert imbalance(np.zeros((3, 4), np.int64)) == 1
 
 
-def test_there_is_no_power_to_tell_of_without_a_gpu():
+def test_a_worker_without_a_gpu_reports_no_power():
     assert Power.of(torch.device("cpu")) is None
 
 
@@ -98,7 +98,7 @@ def test_a_driver_that_does_not_count_is_passed_over():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-def test_the_driver_tells_of_energy():
+def test_the_energy_is_that_of_the_driver():
     power = Power.of(torch.device("cuda", 0))
     before = power.joules()
     product = torch.ones(8192, 8192, device="cuda")

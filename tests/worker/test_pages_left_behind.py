@@ -72,7 +72,7 @@ class Served:
                 logprobs.append(float(delta.logprobs[index]))
 
     def run(self) -> None:
-        """Until all requests are finished."""
+        """Run steps until all requests are finished."""
         while self.core.live(SINK):
             self.step()
 

@@ -14,7 +14,17 @@ from tests.variants import FAMILIES, Variant, make_variant
 from tests.worker.parallel.jobs import make_config
 from tests.worker.parallel.pool import RankPool
 from tests.worker.parallel.replica import Replica
-from tests.worker.situations import FLAGS, TOKENS, Expected, Told, assert_near, check, logits_in_chunks, tell, tokens_of
+from tests.worker.situations import (
+    FLAGS,
+    TOKENS,
+    Computed,
+    Expected,
+    assert_near,
+    check,
+    logits_in_chunks,
+    run_situations,
+    tokens_of,
+)
 
 SOME = [Variant(family, 0) for family in FAMILIES]
 ALL = [Variant(family, number) for family in FAMILIES for number in range(10)]
@@ -56,21 +66,23 @@ def test_logits_of_ten_variants_in_every_situation(variant, made, ranks):
     for chunks in ((TOKENS,), (1, 16, 17, 50, 216)):
         logits = logits_in_chunks(directory, token_ids, chunks)
         assert_near(logits, expected.of([token_ids])[0])
-    check(tell_alone(directory), expected)
+    check(run_alone(directory), expected)
     # Activations are sharded over the ranks in some variants, and ranks have whole experts in others.
     experts = read_model_config(read_json(directory / "config.json")).experts
     whole = bool(experts) and variant.number % 3 == 0
     flags = FLAGS | ({"expert_parallel": True} if whole else {})
-    check(tell_replica(ranks, 2, 1, directory, flags, 1 if variant.number % 2 else 10**6), expected)
-    check(tell_replica(ranks, 1, 2, directory, FLAGS, 10**6), expected)
+    check(run_on_replica(ranks, 2, 1, directory, flags, 1 if variant.number % 2 else 10**6), expected)
+    check(run_on_replica(ranks, 1, 2, directory, FLAGS, 10**6), expected)
 
 
-def tell_alone(directory: Path) -> list[Told]:
+def run_alone(directory: Path) -> list[Computed]:
     runner = boot(make_config(ALONE, 10510, directory, FLAGS)).runner
     with contextlib.closing(runner):
-        return tell(runner)
+        return run_situations(runner)
 
 
-def tell_replica(pool: RankPool, tp_size: int, pp_size: int, directory: Path, flags: dict, sharded: int) -> list[Told]:
+def run_on_replica(
+    pool: RankPool, tp_size: int, pp_size: int, directory: Path, flags: dict, sharded: int
+) -> list[Computed]:
     with contextlib.closing(Replica(pool, tp_size, pp_size, directory, flags, sharded)) as replica:
-        return tell(replica)
+        return run_situations(replica)
