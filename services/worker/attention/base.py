@@ -39,7 +39,7 @@ class LayerAttention:
 
 
 def layer_rules(layers: Sequence[LayerAttention], cache: KvCache) -> list[LayerAttention]:
-    """Return the rules of each layer of ``cache``. Empty ``layers`` mean default rules for all layers."""
+    """Return the rules of each layer of ``cache``. Empty ``layers`` stands for default rules for all layers."""
     return list(layers) or [LayerAttention(cache.keys[0].shape[-1] ** -0.5)] * len(cache.keys)
 
 

@@ -128,7 +128,7 @@ def _rows(tensors: Sequence[torch.Tensor | None]) -> np.ndarray:
 
 
 def make_forward(config: ModelConfig, layer: LayerConfig, attention_scale: float, page_size: int) -> Any:
-    """Compile the layers of ``config``, all of which are ``layer`` but for their windows."""
+    """Compile the layers of ``config``, all of which are ``layer`` except for their windows."""
     heads, kv_heads, head_dim, width = config.heads, config.kv_heads, config.head_dim, config.intermediate_size
     half, eps, score_scale = head_dim // 2, np.float32(config.norm_eps), np.float32(attention_scale)
     store, attend = kernels(head_dim, heads // kv_heads, page_size)

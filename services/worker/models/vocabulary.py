@@ -37,7 +37,7 @@ class VocabularyLayers(nn.Module):
         self._size, self._ranks, self._tied = config.vocab_size, ranks, config.tied_embeddings
         self._share, self._padding = vocabulary_of(config, ranks)
         self._soft_cap = config.final_soft_cap
-        # transformers also rounds the multiplier to the model's dtype, which is the default one here.
+        # As in transformers, the multiplier is rounded to the model's dtype, which is torch's default in this context.
         self._multiplier = float(torch.tensor(config.embedding_multiplier, device="cpu"))
         # A quantized head is a separate copy even if it is tied, because the embedding is not quantized.
         separate = quantizes or not config.tied_embeddings
