@@ -254,7 +254,8 @@ class PrefixTree:
 
     def _remove(self, node: int) -> None:
         """Remove a node without users, and release its pages."""
-        below = np.flatnonzero(self.parent[: self.top] == node).tolist() if self._children[node] else []
+        if self._children[node]:
+            self._cut_off(np.flatnonzero(self.parent[: self.top] == node))
         parent = int(self.parent[node])
         del self._nodes[self._keys[node]]
         self._keys[node] = UNNAMED
@@ -264,11 +265,14 @@ class PrefixTree:
         self._free.append(node)
         self._pool.give_cached(self._pages[node])
         self._pages[node] = np.zeros(0, np.int32)
-        for child in below:
+        self._note_leaf(parent)
+
+    def _cut_off(self, children: np.ndarray) -> None:
+        """Make ``children`` of a node, which is about to be removed, children of the root that no lookup finds."""
+        for child in children.tolist():
             self._cuts += 1
             del self._nodes[self._keys[child]]
             self._keys[child] = (-self._cuts, b"")
             self._nodes[self._keys[child]] = child
             self.parent[child] = ROOT
             self._children[ROOT] += 1
-        self._note_leaf(parent)
