@@ -8,14 +8,14 @@ from services.common.model.json_object import JsonObject
 # The default of ``max_position_embeddings`` in transformers.
 _DEFAULT = 2048
 _MAX_POSITIONS = "max_position_embeddings"
-# The key of architectures that have another one.
+# Names of the same number in older architectures.
 _OTHER_KEYS = ("n_positions", "n_ctx", "max_seq_len", "seq_length")
 MOST_TOKENS = 1 << 26  # limit of a context; the longest published one has 10 million tokens
 _MOST_FACTOR = 1e6
 
 
 def max_positions(config: Mapping[str, Any]) -> int:
-    """Return ``max_position_embeddings``, a number of tokens, or the value of the key that older architectures have.
+    """Return ``max_position_embeddings``, a number of tokens, or the number under the key of an older architecture.
 
     Raises ``InvalidRequest`` if it is invalid.
     """

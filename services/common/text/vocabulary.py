@@ -20,7 +20,7 @@ from services.common.model.json_object import MOST_VOCABULARY
 _SPACE_MARK = "▁"  # SentencePiece writes a space as this
 # Some tokenizers declare these special, but an answer cannot be parsed without them.
 _MARKS = frozenset({"<tool_call>", "</tool_call>", "<think>", "</think>"})
-# Marks of the messages in an answer of gpt-oss. Only tokenizers that have the first are of its kind.
+# Marks of the messages in an answer of gpt-oss. They apply to a tokenizer that has the first of them.
 _CHANNEL_MARKS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

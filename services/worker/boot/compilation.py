@@ -1,6 +1,6 @@
 """torch.compile for the model's layers, for any number of tokens.
 
-Of a native model one layer is compiled, and all layers run its code.
+Only one layer of a native model is compiled, and all layers run its code.
 
 All compilation ends with the boot. A worker without torch.compile does not import the compiler, because this takes as
 long as importing the rest of torch.
