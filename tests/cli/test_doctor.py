@@ -348,7 +348,7 @@ def test_a_wrong_flag_is_answered_with_the_nearest():
 
 
 def planned(tmp_path: Path, config: dict[str, Any], gib: float, **flags: Any) -> Finding:
-    """Of a model that is only a config.json."""
+    """Return the finding about the memory of a model that is only a config.json."""
     model = tmp_path / "planned"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(config))

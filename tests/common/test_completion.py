@@ -28,7 +28,7 @@ def script(shell: str, path: Path) -> Path:
 
 
 class Terminal:
-    """A shell as somebody has it before them."""
+    """An interactive shell in a terminal."""
 
     def __init__(self, *command: str, directory: Path) -> None:
         child, self._terminal = pty.fork()
@@ -43,7 +43,7 @@ class Terminal:
         os.write(self._terminal, keys.encode())
 
     def read_until(self, pattern: str) -> str:
-        """What ``pattern`` has in parentheses, of all that was shown."""
+        """Wait until the shell shows ``pattern``. Return its first group."""
         give_up_at = time.monotonic() + PATIENCE_S
         while (found := re.search(pattern, self._seen)) is None:
             assert select.select([self._terminal], [], [], give_up_at - time.monotonic())[0], self._seen

@@ -221,7 +221,7 @@ def test_a_wrong_flag_of_the_worker_is_named(flag, message):
 
 
 def test_a_scheduler_takes_what_its_worker_may_not_do():
-    """Another worker may be able to; one that is not is refused when it connects."""
+    """Workers differ. A worker that does not support a flag is refused when it connects."""
     arguments = ["use_hydragen=T", "hydragen_min_group_size=8", "hydragen_min_prefix_len=(2 * 64)"]
     config = load(SchedulerConfig, [*arguments, "pp_size=2", "pp_num_buffer_stages=0"], {})
     assert (config.use_hydragen, config.hydragen_min_group_size, config.hydragen_min_prefix_len) == (True, 8, 128)
@@ -281,7 +281,7 @@ def test_usage_fits_the_terminal(kind, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["toka"])
     monkeypatch.setenv("COLUMNS", "100")
     text = usage(kind)
-    # Only what somebody may copy is not broken.
+    # Only commands that a reader may copy are not broken.
     assert [line for line in text.splitlines() if len(line) > 100 and not line.startswith("  toka ")] == []
     assert "\n\n\n" not in text
     assert "``" not in text

@@ -1,4 +1,4 @@
-"""bench.worker: a recording is run again, and kernels are told apart."""
+"""bench.worker: a recording is run again, and kernels are assigned to parts."""
 
 import json
 import subprocess

@@ -38,12 +38,12 @@ class Reference:
 
     @torch.inference_mode()
     def chooses(self, prompt: list[int], answer: list[int]) -> bool:
-        """Whether ``answer`` is what ``greedy`` would give: each token is the likeliest behind those before it."""
+        """Return whether ``greedy`` gives ``answer``: each token is the likeliest one after those before it."""
         logits = self.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
         return logits.argmax(-1).tolist() == answer
 
     def text(self, prompt: list[int], answer: list[int]) -> str:
-        """What ``answer`` adds to the text of ``prompt``."""
+        """Return the text that ``answer`` adds to the text of ``prompt``."""
         before = self.tokenizer.decode(prompt, skip_special_tokens=True)
         whole = self.tokenizer.decode(prompt + answer, skip_special_tokens=True)
         if "\ufffd" not in whole or "<0x00>" not in self.tokenizer.get_vocab():

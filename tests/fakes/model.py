@@ -1,4 +1,4 @@
-"""What a worker does with plans, without a model: the scheduler's own checker, and a hash for the next token."""
+"""A worker without a model: it checks plans with the scheduler's checker, and hashes give the next tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,11 +49,11 @@ class FakeShape:
     pp_size: int = 1
     first_token: int = 16  # the hash chooses tokens from here up
     eos_token_id: int = 0
-    eos_every: int = 0  # one token in so many is eos_token_id; 0 = never
+    eos_every: int = 0  # number of tokens of which one is eos_token_id; 0 = never
 
     @property
     def reports(self) -> bool:
-        """Whether the tokens come from this rank."""
+        """True if this rank sends the tokens."""
         return self.pp_rank == self.pp_size - 1 and self.tp_rank == 0
 
     @property
@@ -62,7 +62,7 @@ class FakeShape:
         return decode_limits(self.worker_info())
 
     def worker_info(self, incarnation_id: str = "") -> worker_pb2.WorkerInfo:
-        """As a worker of this shape announces itself."""
+        """Return the info that a worker of this shape sends."""
         return worker_pb2.WorkerInfo(
             model="fake", incarnation_id=incarnation_id, contract_version="1.1", page_size=self.page_size,
             page_count=self.page_count, max_slots=self.max_slots, max_tokens_per_step=self.max_tokens_per_step,
@@ -86,7 +86,7 @@ class FollowedBudget:
         self.answer = tokens[admission.prompt_tokens or len(tokens) :]
 
     def next_token(self, token: int) -> int:
-        """Return ``token``, or the one that ends the section."""
+        """Return ``token``, or the token that ends the section."""
         thoughts = self.answer
         if not self._budget.opened:
             if self._budget.begin_token_id not in thoughts[:_OPENING_TOKENS]:
@@ -97,7 +97,7 @@ class FollowedBudget:
 
 
 class FakeModel:
-    """One worker incarnation; ``apply`` answers one plan. Used by one thread at a time."""
+    """A worker incarnation. ``apply`` computes the result of a plan. Used by one thread at a time."""
 
     def __init__(self, shape: FakeShape, script: Script | None = None) -> None:
         self.shape = shape
@@ -260,8 +260,8 @@ def reply_script(reply: Sequence[int]) -> Script:
 
 
 def parrot_script(user: int, end: int, assistant: int, eos: int) -> Script:
-    """An answer is what the user said last: what is between the tokens ``user`` and ``end`` comes behind ``assistant``,
-    as far as it is not there already, and then ``eos``. Where nobody said anything the hash decides."""
+    """Answer with the last message of the user: the tokens between ``user`` and ``end`` follow ``assistant``, and then
+    ``eos``. A resumed answer continues. Without a message, the hash gives the tokens."""
 
     def next_token(tokens: Sequence[int], sample_index: int) -> int | None:
         tokens = list(tokens)

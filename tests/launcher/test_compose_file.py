@@ -1,5 +1,5 @@
-"""docker-compose.yml hands every flag on: one that it left out would be ignored in silence. Its profiles ask for
-nothing that is not there.
+"""docker-compose.yml passes every flag on, because a missing flag would be ignored silently. Its profiles name only
+existing services.
 """
 
 import re

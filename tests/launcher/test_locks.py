@@ -1,4 +1,4 @@
-"""What the images install is locked, fits pyproject.toml, and is audited or else said not to be."""
+"""The packages of the images are locked, fit pyproject.toml, and are audited or listed as not audited."""
 
 import importlib.util
 import json
@@ -43,7 +43,7 @@ def locked(name: str, python: str) -> dict[str, str]:
 
 
 def wanted(extras: tuple[str, ...]) -> list[Requirement]:
-    """What pyproject.toml asks for, with what its extras ask for of one another."""
+    """Return the requirements of pyproject.toml and of ``extras``, with those of the extras that they include."""
     project, found = PROJECT["project"], []
     for extra in extras:
         for each in map(Requirement, project["optional-dependencies"][extra]):

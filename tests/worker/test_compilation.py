@@ -1,4 +1,4 @@
-"""One graph for all layers and for every number of tokens."""
+"""The compiler makes one graph for all layers and every number of tokens."""
 
 import copy
 import sys
@@ -66,8 +66,8 @@ class Pair:
     ("quantization", "adds_in_product", "graphs"), [("none", False, 3), ("none", True, 2), ("fp8", False, 3)], ids=str
 )
 def test_few_graphs_serve_all_layers_and_every_number_of_tokens(quantization, adds_in_product, graphs):
-    """One for layers that keep all tokens, one for the last layer where it selects some, and one for the first layer
-    where later ones have something to add."""
+    """There is a graph for layers that keep all tokens, and one for a last layer that selects tokens. If later layers
+    have a delta to add, the first layer has a graph too."""
     config = small_config(layers=5, qk_norm="per_head")
     dtype = torch.float32
     model = small_model(config, dtype, quantization=quantization, adds_in_product=adds_in_product)

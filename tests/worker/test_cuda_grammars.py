@@ -40,7 +40,7 @@ def plain():
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """``cuda(graphs=0)``: the GPU's runner, with graphs of up to so many rows."""
+    """``cuda(graphs=0)``: the GPU's runner, with graphs of up to ``graphs`` rows."""
     made = []
 
     def make(graphs: int = 0) -> Driver:

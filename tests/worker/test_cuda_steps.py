@@ -72,8 +72,8 @@ def plain(config):
 
 @pytest.fixture
 def cuda(config):
-    """``cuda(graphs=0)``: the GPU's runner, with graphs of up to so many rows, and, of other steps, of what is between
-    the attentions of up to ``pieces`` tokens; ``flags``: instead of ``FLAGS``."""
+    """``cuda(graphs=0)``: the GPU's runner, with graphs of up to ``graphs`` rows, and piecewise graphs of up to
+    ``pieces`` tokens. ``flags`` replace ``FLAGS``."""
 
     def make(
         graphs: int = 0, flags: WorkerConfig = FLAGS, pieces: int = 0, has_experts: bool = False, seen=None

@@ -38,7 +38,7 @@ BATCHES = 300
 
 
 def variant(kernel, arguments: dict) -> tuple:
-    """What Triton compiles ``kernel`` for: values of constants, types and what it may know of the others."""
+    """Return the key of the variant that Triton compiles: constants, types, and properties of the other arguments."""
     spared = set(kernel.kwargs.get("do_not_specialize") or ())
     unaligned = set(kernel.kwargs.get("do_not_specialize_on_alignment") or ())
     constants = {

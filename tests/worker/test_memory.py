@@ -1,4 +1,4 @@
-"""What is said of a rank's memory before a start is what its model then takes."""
+"""The estimate of a rank's memory is the memory that its model takes."""
 
 import itertools
 from dataclasses import replace

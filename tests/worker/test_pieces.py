@@ -60,7 +60,7 @@ class NoStream:
 
 
 def capture(layers: int, broken: int | None = None):
-    """Of a model that is ``layers`` attentions; what the one numbered ``broken`` reads is not contiguous."""
+    """Capture a model of ``layers`` attentions. The input of the attention ``broken`` is not contiguous."""
     from services.worker.runner.cuda.pieces import capture_between
 
     def launches(step) -> torch.Tensor:
@@ -96,7 +96,7 @@ def test_attentions_are_launched_between_the_graphs(device):
     [(2, None, "CUDA error: out of memory", True), (None, 1, "must be contiguous", False)],
 )
 def test_a_capture_that_fails_says_why_and_leaves_no_graph(device, fails_at, broken, message, of_memory):
-    """Connections to other ranks would wait for graphs that nobody ends."""
+    """Connections to other ranks would wait for graphs that never end."""
     from services.worker.boot.cuda import is_out_of_memory, release_frames
 
     device.fails_at = fails_at

@@ -1,4 +1,4 @@
-"""What is run before serving: plans that the worker takes, whatever its limits, and of every kind."""
+"""The rehearsal consists of plans of every kind, which the worker accepts with any limits."""
 
 from dataclasses import replace
 
@@ -119,7 +119,7 @@ def test_another_way_to_exchange_is_rehearsed_on_both_sides_of_where_it_begins()
 
 
 def test_prompts_are_scored_where_compilers_see_it_and_where_memory_is_measured():
-    """As much of a prompt as fits into a step, with as many tokens beside each as can be asked for."""
+    """The chunk fills a step, and has the most alternatives for each token."""
     for series, tokens in ((rehearsal.every_kind, 3 * USUAL.page_size + 1), (rehearsal.largest, 256)):
         chunks = [
             int(count)

@@ -1,4 +1,4 @@
-"""What a model's text means: calls, thoughts and words, however the text is cut into pieces."""
+"""Calls, reasoning and content in a model's text, for every division of the text into pieces."""
 
 import itertools
 

@@ -23,7 +23,7 @@ TOKEN_BYTES = [b"", b"", *(bytes([97 + token % 4, 97 + token % 3]) for token in 
 
 @dataclass
 class Seen:
-    """What a client was told about one sample."""
+    """The events of one sample that its client received."""
 
     tokens: list[int] = field(default_factory=list)
     finish: Finish | None = None
@@ -106,13 +106,13 @@ class Driver:
         return True
 
     def step(self) -> None:
-        """As many plans as may be in flight, then one answer."""
+        """Build the plans that may be in flight, and take one result."""
         while self.plan():
             pass
         self.answer()
 
     def run(self, most: int = 100_000) -> None:
-        """Until everything is finished."""
+        """Run steps until all requests are finished."""
         for _ in range(most):
             if not self.core.live(SINK):
                 return
@@ -143,7 +143,7 @@ class Driver:
             self.seen[finish.handle].finish = finish
 
     def expected(self, handle: int) -> tuple[list[int], FinishReason]:
-        """The tokens of a sample that nobody interferes with, and why it ends; worked out naively."""
+        """Return the tokens of an undisturbed sample and the reason of its end, computed naively."""
         request = next(r for r in self.requests.values() if r.handle <= handle < r.handle + r.n)
         index = request.first_sample_index + handle - request.handle
         room = request.limit - len(request.tokens)
@@ -164,7 +164,7 @@ class Driver:
 
 
 def _stops(request: Request, generated: list[int]) -> bool:
-    """Whether a stop string ends within the last of these tokens."""
+    """Return whether a stop string ends within the last of these tokens."""
     if request.automaton is None:
         return False
     text = b"".join(TOKEN_BYTES[token] for token in generated)

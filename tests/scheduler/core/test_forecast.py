@@ -256,7 +256,7 @@ def admissions() -> Iterator[list[tuple[np.ndarray, bool]]]:
 
 
 def check_admission_is_as_forecast(driver: Driver) -> None:
-    """Build a plan: the curve behind it is the one that admission saw with what it let in."""
+    """Build a plan. The curve after it is that of the admission with the admitted sequences."""
     while driver.core.plans_in_flight:
         driver.answer()
     state = driver.core.state

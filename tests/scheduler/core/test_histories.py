@@ -130,5 +130,5 @@ def test_every_history_ends_with_exactly_the_tokens_of_every_sample(shape, moves
 
 
 def _quarantined(finish: Finish) -> bool:
-    """As it may be where workers are lost again and again within a few steps."""
+    """Return whether quarantine ended the sample, which repeated losses of workers may cause."""
     return finish.error is not None and finish.error.reason == "QUARANTINED"

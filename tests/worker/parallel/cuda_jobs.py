@@ -1,4 +1,4 @@
-"""What ranks do in tests of the GPU's runner: on CPUs, with its kernels in Triton's interpreter."""
+"""Jobs of ranks in tests of the GPU's runner: on CPUs, with its kernels in Triton's interpreter."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -68,9 +68,11 @@ def run_as_rank(
     pieces: int = 0,
     pads: bool = True,
 ) -> list[StepOutput]:
-    """A job: the outputs of ``plans``, with ``ahead`` of them in flight, and graphs of up to ``graphs`` rows, and of
-    what is between attentions of up to ``pieces`` tokens; those of the last of so many ``times``, since nothing may be
-    left of what ran before a reset."""
+    """Return the outputs of ``plans``, with ``ahead`` of them in flight. This is a job.
+
+    Graphs have up to ``graphs`` rows, and piecewise graphs up to ``pieces`` tokens. The plans run ``times`` times, with
+    resets in between, and the outputs are those of the last time.
+    """
     with pytest.MonkeyPatch.context() as patch, interpreter_ready(patch):
         do_without_streams(patch)
         from services.worker.attention import triton_spans
@@ -122,7 +124,7 @@ def run_as_rank(
 
 
 def plain_outputs(plans: Sequence[Plan], config: ChosenWorkerConfig | None = None) -> list[StepOutput]:
-    """What one CPU makes of them, without cuts and groups; ``config``: of another model."""
+    """Return the outputs of one CPU, without micro-batches and groups. ``config``: that of another model."""
     from services.worker.attention.plain import PlainAttention
     from services.worker.runner.runner import StepRunner
     from services.worker.runner.shards import ShardThreads
@@ -190,7 +192,7 @@ def history() -> list[Plan]:
 
 
 def plan(step: int, **parts) -> Plan:
-    """What is left out is empty."""
+    """Return a plan in which parts that are not given are empty."""
     values = {"releases": NONE, "admissions": (), "append_slots": NONE, "append_pages": NONE}
     values |= {"copy_sources": NONE, "copy_targets": NONE, "batch": None}
     arrays = {name: np.asarray(value, np.int64) if isinstance(value, list) else value for name, value in parts.items()}

@@ -31,7 +31,7 @@ def score(driver: Driver) -> list[StepOutput]:
 
 
 def slice_by(ranks: Ranks, elements: int) -> None:
-    """A job: logits of so many elements are made at once."""
+    """Set the number of logits that are computed at once. This is a job."""
     prompt_logprobs.SLICE_ELEMENTS = elements
 
 

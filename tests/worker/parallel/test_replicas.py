@@ -17,7 +17,7 @@ TOKENS = 6
 
 
 def expected_logits(model: torch.nn.Module, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """What each of ``tokens`` was sampled from."""
+    """Return the logits from which each of ``tokens`` was sampled."""
     with torch.inference_mode():
         return model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
 

@@ -65,7 +65,7 @@ def model(checkpoint) -> Path:
 
 @pytest.fixture(scope="module")
 def started(model, tmp_path_factory):
-    """Those that are up, others if they are not."""
+    """``started()``: running workers, which are started again if they have ended."""
     everyone = []
 
     def get() -> Workers:
@@ -97,7 +97,7 @@ class Replica:
         return self
 
     async def run(self, **parts) -> list[plan_pb2.StepResult]:
-        """What each rank answers to the same plan."""
+        """Return the result of each rank for the same plan."""
         for rank in self.ranks:
             await rank.send(**parts)
         return [await rank.result() for rank in self.ranks]
@@ -194,7 +194,7 @@ async def test_a_hello_to_one_of_several_ranks_says_which_stream_it_is(workers, 
 
 
 async def test_ranks_that_were_given_different_plans_end(workers, replica_at):
-    """One of them is in a step that the other will never run."""
+    """A rank is in a step that the other rank never runs."""
     replica = await replica_at()
     await replica.admit(prompt_of(5))
     await replica.ranks[0].send(batch=ONE_ROW)
