@@ -17,23 +17,23 @@ ROOT = Path(__file__).resolve().parent
 
 
 def contracts() -> list[str]:
-    """Every contract, relative to ``protos/``, in a fixed order."""
+    """Return every contract, relative to ``protos/``, in a fixed order."""
     return sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tokasaurus/**/*.proto"))
 
 
 def include_paths() -> list[str]:
-    """Where imports are looked for: here, protobuf's own types, and google.rpc."""
+    """Return the directories that imports are searched in: this one, protobuf's own types, and google.rpc."""
     google_rpc = Path(next(iter(rpc.__path__)))
     return [str(ROOT), str(resources.files("grpc_tools") / "_proto"), str(google_rpc.parents[1])]
 
 
 def services() -> list[str]:
-    """The contracts that have a service."""
+    """Return the contracts that have a service."""
     return [name for name in contracts() if "\nservice " in (ROOT / name).read_text()]
 
 
 def run_protoc(*outputs: str, only: list[str] | None = None) -> None:
-    """Run the compiler over every contract, or ``only`` those; raise ``RuntimeError`` when it refuses one."""
+    """Run the compiler over every contract, or ``only`` some. Raise ``RuntimeError`` if it rejects a contract."""
     arguments = ["protoc", *(f"-I{path}" for path in include_paths()), *outputs, *(only or contracts())]
     if protoc.main(arguments) != 0:
         raise RuntimeError(f"protoc failed: {' '.join(arguments)}")

@@ -13,9 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# Glob patterns of the rooms that were rewritten by these rules, which ``make lint`` checks.
+# Glob patterns of the files and rooms that were rewritten by these rules, which ``make lint`` checks.
 ROOMS = (
+    "CHANGELOG.md",
+    "README.md",
     "bench",
+    "docs/*.md",
+    "docs/reference",
+    "protos",
     "services/cli/*.py",
     "services/cli/bench",
     "services/cli/doctor",
