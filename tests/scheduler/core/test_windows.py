@@ -40,6 +40,16 @@ def test_sequences_longer_than_the_pool_together_run_together():
     assert driver.model.peak_pages <= 16
 
 
+def test_a_prompt_beyond_the_window_with_an_answer_of_one_token_is_forecast():
+    driver = Driver(SHAPE, steps_ahead=1)
+    driver.submit([2] * 4, max_tokens=56)  # 15 pages at its end, so the forecast decides about the next request
+    driver.step()
+    short = driver.submit([3] * 40, max_tokens=1)
+    driver.step()
+    assert driver.seen[short].finish is not None
+    check_all(driver)
+
+
 @pytest.mark.parametrize("window", [0, 8])
 def test_pages_of_a_long_prompt_are_released_between_its_chunks(window):
     driver = Driver(shape_with(max_tokens_per_step=8, window_tokens=window), steps_ahead=2, prefix_caching=False)
