@@ -27,8 +27,8 @@ async def answers(server: Server, count: int = 24) -> list:
     async with openai.AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="none", timeout=TIMEOUT_S) as client:
         for number in range(count):
             answer = await client.completions.create(
-                model=server.model, prompt=list(range(2 + number, 30 + 9 * number)), max_tokens=20, logprobs=2, seed=number,
-                temperature=number % 2, extra_body={"ignore_eos": True, "return_token_ids": True},
+                model=server.model, prompt=list(range(2 + number, 30 + 9 * number)), max_tokens=20, logprobs=2,
+                seed=number, temperature=number % 2, extra_body={"ignore_eos": True, "return_token_ids": True},
             )  # fmt: skip
             choice = answer.choices[0]
             found.append((choice.token_ids, choice.logprobs.token_logprobs))
