@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import transformers
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from services.common.errors import InvalidRequest
@@ -94,6 +95,22 @@ def test_an_older_key_overrides_the_rotation_of_a_file(architecture, checkpoint,
     found = read_model_config(read_json(changed / "config.json")).ropes[0]
     expected = theirs.get("full_attention", theirs)
     assert (found.kind, found.factor, found.theta) == ("yarn", 3.0, expected["rope_theta"])
+
+
+@pytest.mark.parametrize("changes", [{}, {"original_max_position_embeddings": 64}], ids=["", "length beside"])
+def test_angles_of_gemma3_are_those_of_transformers(changes, checkpoint, tmp_path):
+    """Settings of one type of layer do without some of those beside them."""
+    yarn = YARN | {"rope_theta": 10000.0, "truncate": False}
+    nested = {"full_attention": yarn, "sliding_attention": yarn | {"factor": 2.0, "rope_theta": 1000.0}}
+    changes |= {"rope_parameters": nested, "layer_types": [*nested, "sliding_attention"]}
+    changed = write_config(checkpoint("gemma3"), tmp_path, **changes)
+    made = read_model_config(read_json(changed / "config.json"))
+    reference = Gemma3RotaryEmbedding(transformers.AutoConfig.from_pretrained(changed))
+    positions = torch.arange(SERVED)
+    for rope, kind in zip(made.ropes, nested, strict=True):
+        rotary = Rotary(rope, made.head_dim, SERVED, torch.float32, CPU)
+        cos, _ = reference(torch.zeros(1), positions[None], kind)
+        torch.testing.assert_close(rotary.cos, cos[0], atol=1e-5, rtol=0)
 
 
 def test_longrope_has_its_short_factors_where_no_longer_context_is_served():

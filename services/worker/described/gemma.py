@@ -15,6 +15,7 @@ _HEAD_DIM, _WINDOW = 256, 4096
 _SCORE_CAP, _LOGIT_CAP = 50.0, 30.0
 _GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
 _MOST_CAP = 1e6
+_BESIDE_ROTATIONS = ("rope_scaling", "rope_theta", "original_max_position_embeddings")
 
 
 def read_gemma2(config: Mapping[str, Any]) -> ModelConfig:
@@ -81,7 +82,8 @@ def _rotations(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     """Return ``config`` as read by ``read_rope``: with the rotation of layers without a window, and of the others.
 
     transformers 5 has both in ``rope_parameters``. Older files have ``rope_theta`` with ``rope_scaling`` for the
-    former, and ``rope_local_base_freq`` for the latter.
+    former, and ``rope_local_base_freq`` for the latter. As in transformers, two settings have no effect: ``truncate``,
+    and an ``original_max_position_embeddings`` beside the rotations.
     """
     given = JsonObject("config.json", config)
     both = given.object("rope_parameters")
@@ -91,9 +93,9 @@ def _rotations(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
         given.number("rope_theta", _GLOBAL_THETA, most=1e12),
         given.number("rope_local_base_freq", _LOCAL_THETA, most=1e12),
     )
-    rest = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta")}
+    rest = {key: value for key, value in config.items() if key not in _BESIDE_ROTATIONS}
     whole, local = (
-        {"rope_theta": theta, "rope_type": "default"} | settings
+        {"rope_theta": theta, "rope_type": "default"} | settings | {"truncate": True}
         for theta, settings in zip(thetas, (whole, local), strict=True)
     )
     return rest | {"rope_parameters": whole}, rest | {"rope_parameters": local}
