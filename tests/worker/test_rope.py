@@ -201,6 +201,7 @@ def test_greedy_tokens_of_dynamic_scaling_go_on_beyond_the_original_context(chec
         ({"max_position_embeddings": 4096, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 16384),
         ({"max_position_embeddings": 16384, "rope_parameters": YARN}, 16384),
         ({"max_position_embeddings": 256, "rope_parameters": YARN}, 512),
+        ({"max_position_embeddings": 256, "rope_parameters": {"full_attention": YARN, "sliding_attention": {}}}, 512),
         ({"max_position_embeddings": 4096, "rope_parameters": LONGROPE}, 4096),
         ({"max_position_embeddings": 4096, "rope_parameters": LLAMA3_ROPE}, 4096),
     ],
@@ -222,6 +223,7 @@ def test_scheduler_and_worker_read_the_same_length(checkpoint, runner_for):
         ({"rope_type": "yarn"}, "rope type 'yarn' needs factor, which is missing"),
         ({"rope_type": "dynamic"}, "rope type 'dynamic' needs factor, which is missing"),
         ({"rope_type": "longrope", "long_factor": LONG}, "rope type 'longrope' needs short_factor, which is missing"),
+        ({"full_attention": YARN}, "rope_parameters has settings of its own for 'full_attention', which are not supp"),
         (LONGROPE | {"long_factor": [1.0]}, "long_factor has 1 entries; expected 8, one for each pair"),
     ],
 )

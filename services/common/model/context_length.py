@@ -29,11 +29,14 @@ def rope_parameters(config: Mapping[str, Any]) -> JsonObject:
     They are ``rope_parameters`` of transformers 5, or the older ``rope_scaling``, and always contain ``rope_type`` and
     ``original_max_position_embeddings``. As in transformers, ``rope_scaling`` overrides ``rope_parameters``, an
     ``original_max_position_embeddings`` beside the settings overrides the one among them, and
-    ``max_position_embeddings`` is the default of both. Raises ``InvalidRequest`` for values of a wrong type or size.
+    ``max_position_embeddings`` is the default of both. If each type of layer has its own settings, they are those of
+    ``full_attention``. Raises ``InvalidRequest`` for values of a wrong type or size.
     """
     whole = JsonObject("config.json", config)
     name = "rope_scaling" if whole.object("rope_scaling").values else "rope_parameters"
     found = whole.object(name)
+    if found.object("full_attention").values:
+        found = found.object("full_attention")
     original = "original_max_position_embeddings"
     lengths = (each.integer_or_none(original, most=MOST_TOKENS) for each in (whole, found))
     added = {

@@ -60,8 +60,9 @@ def rotated_elements(config: Mapping[str, Any], head_dim: int, default: float | 
 def read_rope(config: Mapping[str, Any], rotated: int) -> RopeSettings:
     """Return the settings of the rotation of ``rotated`` elements, with the defaults of transformers for missing keys.
 
-    Raises ``InvalidRequest`` for a kind that is not supported or lacks a setting.
+    Raises ``InvalidRequest`` for a kind that is not supported or lacks a setting, and for several rotations.
     """
+    _refuse_nested(config)
     settings, whole = rope_parameters(config), JsonObject("config.json", config)
     # The frequencies are powers of theta, so it must exceed 1.
     thetas = (each.number_or_none("rope_theta", least=1.01, most=_MOST) for each in (settings, whole))
@@ -105,6 +106,18 @@ def describe_scaling(rope: RopeSettings, max_tokens: int) -> str:
     if rope.kind == "longrope":
         return "short factors for all positions"
     return "none" if rope.kind == "default" else f"factor {rope.factor:g}"
+
+
+def _refuse_nested(config: Mapping[str, Any]) -> None:
+    """Raise ``InvalidRequest`` for settings by the type of layer, which only some architectures have."""
+    for name in ("rope_parameters", "rope_scaling"):
+        settings = JsonObject("config.json", config).object(name).values
+        if nested := next((key for key, value in settings.items() if isinstance(value, dict)), None):
+            raise InvalidRequest(
+                f"config.json: {name} has settings of its own for {reprlib.repr(nested)}, which are not supported for"
+                " this architecture; give one rotation for all layers",
+                field="model",
+            )
 
 
 def _llama3(theta: float, settings: JsonObject) -> RopeSettings:
