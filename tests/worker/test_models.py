@@ -1,5 +1,6 @@
 """The models give what transformers gives."""
 
+import json
 from functools import partial
 
 import numpy as np
@@ -14,6 +15,7 @@ from services.worker.attention.base import AttentionBatch
 from services.worker.attention.factory import make_attention
 from services.worker.attention.kv_cache import KvCache
 from services.worker.described.layer import ExpertsConfig
+from services.worker.described.registry import ARCHITECTURES as NATIVE
 from services.worker.described.registry import read_model_config
 from services.worker.described.rope import RopeSettings
 from services.worker.layers.factory import make_kernels
@@ -159,7 +161,6 @@ def test_bfloat16_agrees_with_float32_in_log_probabilities(architecture, checkpo
 
 
 def write_config(directory, tmp_path, **changes):
-    import json
     import shutil
 
     target = tmp_path / "changed"
@@ -247,6 +248,20 @@ def test_a_setting_that_is_null_is_as_good_as_none(name, checkpoint, tmp_path):
     assert read_model_config(null | {name: None}) == read_model_config(absent)
 
 
+_SIZES = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 96, "num_hidden_layers": 6}
+_SIZES |= {"num_attention_heads": 32, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_file_of_sizes_alone_has_the_defaults_of_transformers(name):
+    kind = name.removesuffix("ForCausalLM")
+    theirs = getattr(transformers, {"Gemma3": "Gemma3Text"}.get(kind, kind) + "Config")
+    counts = {key: 8 for key in ("num_local_experts", "num_experts", "n_routed_experts") if hasattr(theirs(), key)}
+    given = _SIZES | counts | {"architectures": [name], "model_type": theirs.model_type}
+    written = json.loads(theirs(**given).to_json_string(use_diff=False))
+    assert read_model_config(given) == read_model_config(written)
+
+
 def test_heads_of_qwen3_have_128_values_where_the_config_does_not_say(checkpoint, tmp_path):
     changed = write_config(checkpoint("qwen3"), tmp_path, head_dim=...)
     assert read_model_config(read_json(changed / "config.json")).head_dim == 128
@@ -281,7 +296,7 @@ def test_layers_of_qwen_have_the_windows_that_transformers_gives_them(architectu
     theirs = kinds[architecture](**config)
     expected = tuple(theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types)
     written = {"architectures": [f"{architecture.capitalize()}ForCausalLM"], "hidden_size": 64, "vocab_size": 96}
-    written |= {"num_attention_heads": 4, "intermediate_size": 96, **config}
+    written |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, **config}
     assert (read_model_config(written).windows or (None,) * layers) == expected
 
 

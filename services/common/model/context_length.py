@@ -5,8 +5,14 @@ from typing import Any
 
 from services.common.model.json_object import JsonObject
 
-# The default of ``max_position_embeddings`` in transformers.
+# The default of ``max_position_embeddings`` in transformers, and those of model types with another one.
 _DEFAULT = 2048
+_DEFAULTS = {
+    **dict.fromkeys(("gemma3_text", "glm4_moe", "gpt_oss", "mistral", "mixtral"), 131072),
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "smollm3"), 32768),
+    "gemma2": 8192,
+    "phi3": 4096,
+}
 _MAX_POSITIONS = "max_position_embeddings"
 # Names of the same number in older architectures.
 _OTHER_KEYS = ("n_positions", "n_ctx", "max_seq_len", "seq_length")
@@ -20,7 +26,8 @@ def max_positions(config: Mapping[str, Any]) -> int:
     Raises ``InvalidRequest`` if it is invalid.
     """
     key = next((key for key in (_MAX_POSITIONS, *_OTHER_KEYS) if config.get(key) is not None), _MAX_POSITIONS)
-    return JsonObject("config.json", config).integer(key, _DEFAULT, most=MOST_TOKENS)
+    given = JsonObject("config.json", config)
+    return given.integer(key, _DEFAULTS.get(given.text("model_type"), _DEFAULT), most=MOST_TOKENS)
 
 
 def rope_parameters(config: Mapping[str, Any]) -> JsonObject:

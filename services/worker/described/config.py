@@ -13,7 +13,7 @@ from services.worker.described.naming import Naming, one_to_one
 from services.worker.described.rope import RopeSettings, read_rope, rotated_elements
 
 # Defaults of transformers for keys that a Qwen config leaves out.
-_QWEN_WINDOW, _QWEN_FULL_LAYERS = 4096, 28
+_QWEN_WINDOW, _QWEN_FULL_LAYERS, QWEN_KV_HEADS = 4096, 28, 32
 # Names of transformers. Those of one activation compute the same up to rounding.
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",

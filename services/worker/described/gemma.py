@@ -11,7 +11,7 @@ from services.worker.described.config import ModelConfig, read_alternating_windo
 from services.worker.described.layer import AttentionConfig, LayerConfig
 from services.worker.described.rope import read_rope
 
-_HEAD_DIM, _WINDOW = 256, 4096
+_HEAD_DIM, _KV_HEADS, _WINDOW = 256, 4, 4096
 _SCORE_CAP, _LOGIT_CAP = 50.0, 30.0
 _GLOBAL_THETA, _LOCAL_THETA = 1e6, 1e4
 _MOST_CAP = 1e6
@@ -55,7 +55,8 @@ def _read(
 ) -> ModelConfig:
     """Return the description that Gemma 2 and 3 share. ``logit_cap`` is the default of an absent key."""
     given = JsonObject("config.json", config)
-    config = {"head_dim": _HEAD_DIM, "tie_word_embeddings": True} | dict(config)
+    defaults = {"head_dim": _HEAD_DIM, "num_key_value_heads": _KV_HEADS, "tie_word_embeddings": True}
+    config = defaults | dict(config)
     bias = given.boolean("attention_bias")
     scale = given.number("query_pre_attn_scalar", 256, least=1e-6, most=1e9) ** -0.5
     layer = LayerConfig(

@@ -9,7 +9,7 @@ from services.worker.described.config import ModelConfig, read_decoder, read_lay
 from services.worker.described.experts import read_count, read_experts
 from services.worker.described.layer import AttentionConfig, LayerConfig, RouterConfig
 
-_PARTIAL_ROTATION, _NORM_EPS = 0.5, 1e-5
+_PARTIAL_ROTATION, _NORM_EPS, _KV_HEADS = 0.5, 1e-5, 8
 
 
 def read_glm4_moe(config: Mapping[str, Any]) -> ModelConfig:
@@ -41,5 +41,6 @@ def read_glm4_moe(config: Mapping[str, Any]) -> ModelConfig:
     layers = read_layers(config)
     first = read_count(given, "first_k_dense_replace", 1, least=0)
     described = [dense if index < first else replace(dense, mlp=experts) for index in range(layers)]
+    config = {"num_key_value_heads": _KV_HEADS} | dict(config)
     model = read_decoder(config, described, partial_rotation=_PARTIAL_ROTATION, norm_eps=_NORM_EPS)
     return replace(model, prediction_layers=read_count(given, "num_nextn_predict_layers", 1, least=0))

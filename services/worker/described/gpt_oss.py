@@ -10,7 +10,7 @@ from services.worker.described.experts import read_experts
 from services.worker.described.layer import AttentionConfig, LayerConfig, RouterConfig
 from services.worker.described.naming import CheckpointTensor, Part, Shape, renamed
 
-_WINDOW, _HEAD_DIM = 128, 64
+_WINDOW, _HEAD_DIM, _KV_HEADS = 128, 64, 8
 # The rotation of the published models, and so of files without ``rope_parameters``.
 _THETA = 150000.0
 _ROPE = {
@@ -33,7 +33,7 @@ def read_gpt_oss(config: Mapping[str, Any]) -> ModelConfig:
     for name, supported in _GATED_UNIT.items():
         if given.number(name, supported, most=1e6) != supported:
             raise given.wrong(name, f"{supported:g}, the only value")
-    config = {"head_dim": _HEAD_DIM, "rope_theta": _THETA} | dict(config)
+    config = {"head_dim": _HEAD_DIM, "num_key_value_heads": _KV_HEADS, "rope_theta": _THETA} | dict(config)
     if config.get("rope_parameters") is None and not given.object("rope_scaling").values:
         config["rope_parameters"] = _ROPE
     bias = given.boolean("attention_bias", True)

@@ -9,7 +9,7 @@ from services.worker.described.experts import read_experts
 from services.worker.described.layer import LayerConfig, RouterConfig
 from services.worker.described.naming import CheckpointTensor, Shape, renamed
 
-_THETA = 1e6  # default of transformers
+_THETA, _KV_HEADS = 1e6, 8  # defaults of transformers
 _NAMES = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
 
 
@@ -18,7 +18,7 @@ def read_mixtral(config: Mapping[str, Any]) -> ModelConfig:
     router = RouterConfig(normalized=True)
     experts = read_experts(config, router, width="intermediate_size")
     windows = (read_window(config, None),) * read_layers(config)
-    config = {"rope_theta": _THETA} | dict(config)
+    config = {"rope_theta": _THETA, "num_key_value_heads": _KV_HEADS} | dict(config)
     return replace(read_decoder(config, LayerConfig(mlp=experts), windows=windows, norm_eps=1e-5), naming=_stored)
 
 

@@ -9,7 +9,7 @@ from services.worker.described.config import ModelConfig, read_decoder, read_lay
 from services.worker.described.experts import read_count, read_experts
 from services.worker.described.layer import AttentionConfig, LayerConfig, RouterConfig
 
-_WINDOW = 4096  # default of transformers
+_WINDOW, _KV_HEADS = 4096, 4  # defaults of transformers
 
 
 def read_qwen3_moe(config: Mapping[str, Any]) -> ModelConfig:
@@ -28,4 +28,5 @@ def read_qwen3_moe(config: Mapping[str, Any]) -> ModelConfig:
         for index in range(read_layers(config))
     ]
     window = read_window(config, _WINDOW) if given.boolean("use_sliding_window") else None
-    return read_decoder(config, layers, windows=(window,) * len(layers))
+    defaults = {"num_key_value_heads": _KV_HEADS}
+    return read_decoder(defaults | dict(config), layers, windows=(window,) * len(layers))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import InvalidRequest
-from services.common.model.context_length import MOST_TOKENS, max_positions, rope_factor, rope_parameters
+from services.common.model.context_length import max_positions, rope_factor, rope_parameters
 from services.common.model.json_object import JsonObject
 
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
@@ -162,9 +162,7 @@ def _mscale(factor: float, scale: float = 1.0) -> float:
 def _longrope(theta: float, settings: JsonObject, config: Mapping[str, Any], rotated: int) -> RopeSettings:
     original, factor = settings.values["original_max_position_embeddings"], rope_factor(settings)
     if factor is None:
-        factor = (
-            JsonObject("config.json", config).integer("max_position_embeddings", original, most=MOST_TOKENS) / original
-        )
+        factor = max_positions(config) / original
     attention_factor = settings.number_or_none("attention_factor", most=_MOST)
     if attention_factor is None and factor > 1.0 and original == 1:
         raise settings.wrong("original_max_position_embeddings", "more than 1 token")
