@@ -87,6 +87,14 @@ def test_a_length_beside_the_settings_overrides_the_one_among_them():
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
+def test_the_original_context_of_phi3_has_a_default_that_overrides_the_one_among_the_settings(checkpoint, tmp_path):
+    changes = {"rope_parameters": LONGROPE | {"partial_rotary_factor": 1.0}, "original_max_position_embeddings": ...}
+    changed = write_config(checkpoint("phi3"), tmp_path, **changes)
+    theirs = transformers.AutoConfig.from_pretrained(changed).rope_parameters["original_max_position_embeddings"]
+    (rope,) = read_model_config(read_json(changed / "config.json")).ropes
+    assert rope.original_max_position_embeddings == theirs != ORIGINAL
+
+
 @pytest.mark.parametrize("architecture", ["llama", "mixtral", "gpt_oss", "gemma3"])
 def test_an_older_key_overrides_the_rotation_of_a_file(architecture, checkpoint, tmp_path):
     """transformers then takes the base from elsewhere too."""

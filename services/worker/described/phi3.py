@@ -8,12 +8,13 @@ from services.worker.described.config import ModelConfig, read_decoder, read_lay
 from services.worker.described.naming import CheckpointTensor, Shape, joined
 
 _JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_ORIGINAL = 4096  # default of transformers, which overrides a length among the settings of the rotation
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")
 
 
 def read_phi3(config: Mapping[str, Any]) -> ModelConfig:
     """Return the description of a Phi-3 model: Llama with fewer, larger tensors, and a window in every layer."""
-    config = dict(config)
+    config = {"original_max_position_embeddings": _ORIGINAL} | dict(config)
     for key in _ROPE_KEYS:
         settings = config.get(key)
         # Older files have earlier names of the same rotation.
