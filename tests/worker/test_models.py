@@ -90,6 +90,7 @@ VARIANTS = {
     "granite": ("granite", {}),
     "granite-biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tied": True}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5}),
+    "smollm3-rotations-of-more-layers": ("smollm3", {"no_rope_layers": [0, 1, 1, 0, 0]}),
     "smollm3-window-of-types": ("smollm3", {"sliding_window": 40, "layer_types": ["sliding_attention"] * 3}),
     "smollm3-window": (
         "smollm3",

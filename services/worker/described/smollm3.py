@@ -23,15 +23,16 @@ _THETA, _KV_HEADS, _ROTATED_INTERVAL = 2e6, 4, 4
 def read_smollm3(config: Mapping[str, Any]) -> ModelConfig:
     """Return the description of a SmolLM 3 model: Llama in which every fourth layer does not rotate q and k.
 
-    ``no_rope_layers`` has a 1 for each layer that rotates.
+    ``no_rope_layers`` has a 1 for each layer that rotates, and may be longer than the model.
     """
     given, count = JsonObject("config.json", config), read_layers(config)
     interval = given.integer("no_rope_layer_interval", _ROTATED_INTERVAL, most=4096)
     rotates = given.integers("no_rope_layers")
     if rotates is None:
         rotates = [int((index + 1) % interval != 0) for index in range(count)]
-    if len(rotates) != count or not {0, 1}.issuperset(rotates):
+    if len(rotates) < count or not {0, 1}.issuperset(rotates):
         raise given.wrong("no_rope_layers", f"0 or 1 for each of num_hidden_layers={count}")
+    rotates = rotates[:count]
     window, slides = read_window(config, None), given.boolean("use_sliding_window")
     kinds = [SLIDING if slides and not turns else FULL for turns in rotates]
     windows = windows_of(read_layer_types(config, kinds), window)
