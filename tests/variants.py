@@ -262,8 +262,6 @@ def _granite(draw: Draw, settings: Settings) -> Settings:
 
 
 def _olmo2(draw: Draw, settings: Settings) -> Settings:
-    heads, kv_heads, head_dim = draw.pick("shape", *[shape for shape in _SHAPES if shape[1] > 1])
-    settings |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
     _derived_head(draw, settings)
     return {"attention_bias": draw.flag("attention bias"), **_rotation(draw, 0, "default", "yarn", "llama3")}
 

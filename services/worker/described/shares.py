@@ -119,8 +119,6 @@ def refuse_unshareable(config: ModelConfig, tp_size: int, *, expert_parallel: bo
 def _shared_sizes(config: ModelConfig, expert_parallel: bool) -> dict[str, int]:
     """Return the sizes that the ranks share equally, by their names for messages."""
     sizes = {"num_attention_heads": config.heads}
-    if any(layer.attention.qk_norm == "whole" for layer in config.layers):
-        sizes["num_key_value_heads"] = config.kv_heads  # a norm over all heads counts each of them once
     if config.has_dense_layers:
         sizes["intermediate_size"] = config.intermediate_size
     for experts in config.experts:

@@ -93,7 +93,11 @@ class Attention(nn.Module):
         return attention.run(index, queries, keys, values)
 
     def _norm_whole(self, projected: torch.Tensor, exchange: Exchange) -> None:
-        """Normalise all heads of q together, and all of k, in place in ``projected``. Heads may be on several ranks."""
+        """Normalise all heads of q together, and all of k, in place in ``projected``.
+
+        Heads may be on several ranks. If ranks have copies of key heads, the sum and the number of elements count each
+        head equally often, so the mean is that of the heads.
+        """
         widths = self.heads * self.head_dim, self.kv_heads * self.head_dim
         parts = projected[:, : sum(widths)].split(widths, dim=1)
         squares = torch.stack([part.float().square().sum(dim=-1) for part in parts], dim=1)
