@@ -1,9 +1,13 @@
-"""The compiled operators give what torch gives."""
+"""The compiled operators give what torch gives, and activations what transformers gives."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
+from services.common.model.json_object import JsonObject
+from services.worker.described.config import read_activation
+from services.worker.layers.activations import activate
 from services.worker.layers.factory import make_kernels
 from services.worker.layers.fast_cpu import FastCpuKernels
 from services.worker.layers.kernels import TorchKernels
@@ -60,3 +64,14 @@ def test_each_device_and_dtype_gets_its_kernels():
     assert isinstance(make_kernels(cpu, torch.float32), FastCpuKernels)
     assert isinstance(make_kernels(cpu, torch.bfloat16), TorchKernels)
     assert isinstance(make_kernels(cpu, torch.float32, compiled=True), TorchKernels)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["silu", "swish", "gelu", "gelu_python", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate",
+     "gelu_python_tanh", "relu", "relu2"],
+)  # fmt: skip
+def test_activations_are_those_that_transformers_has_under_their_names(name):
+    x = torch.linspace(-12, 12, 1000)
+    found = activate(x, read_activation(JsonObject("config.json", {"hidden_act": name}), "hidden_act", "silu"))
+    torch.testing.assert_close(found, transformers.activations.ACT2FN[name](x), atol=1e-5, rtol=1e-6)

@@ -18,9 +18,8 @@ _QWEN_WINDOW, _QWEN_FULL_LAYERS, QWEN_KV_HEADS = 4096, 28, 32
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh"), "gelu_tanh"),
     "relu": "relu",
     "relu2": "relu_squared",
 }
