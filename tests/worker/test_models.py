@@ -1,5 +1,6 @@
 """The models give what transformers gives."""
 
+import contextlib
 import json
 from functools import partial
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from services.common.errors import InvalidRequest
 from services.common.model.files import BUILTIN_MOE
@@ -225,6 +227,20 @@ def test_what_is_not_supported_is_refused(changes, message, checkpoint, tmp_path
 def test_weights_that_do_not_fit_the_config_are_refused(changes, message, checkpoint, tmp_path):
     with pytest.raises(InvalidRequest, match=message):
         logits_of(write_config(checkpoint(), tmp_path, **changes), [1])
+
+
+@pytest.mark.parametrize(("tied", "differs"), [(True, True), (True, False), (False, True)])
+def test_a_head_that_differs_from_the_embedding_must_not_be_tied(tied, differs, checkpoint, tmp_path):
+    directory = write_config(checkpoint("llama", tied=True), tmp_path, tie_word_embeddings=tied)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1] += differs
+    save_file(tensors | {"lm_head.weight": head}, path)
+    described = read_model_config(read_json(directory / "config.json"))
+    refused = pytest.raises(InvalidRequest, match=r"lm_head.weight differs from model.embed_tokens.weight, and config")
+    with refused if tied and differs else contextlib.nullcontext():
+        weights.check(directory, described)
 
 
 def test_a_missing_shard_is_named(checkpoint, tmp_path):

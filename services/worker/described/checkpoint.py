@@ -9,6 +9,8 @@ from services.worker.described.naming import CheckpointTensor, Shape
 
 # Suffixes of tensors that loading ignores: older checkpoints store rotary frequencies, which the config determines.
 DERIVED = ("rotary_emb.inv_freq",)
+# Names of the embedding and of the head, which may be tied to it.
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Names of a layer's norms, by their placement: those around the attention, then those around the MLP.
 NORMS = {
     "before": ("input_layernorm", "post_attention_layernorm"),
@@ -35,7 +37,7 @@ def is_ignored(name: str, model: ModelConfig) -> bool:
 
     Some files have a copy of the embedding for a head that is tied to it, or layers that predict further tokens.
     """
-    if model.tied_embeddings and name == "lm_head.weight":
+    if model.tied_embeddings and name == HEAD:
         return True
     further = range(len(model.layers), len(model.layers) + model.prediction_layers)
     return name.endswith(DERIVED) or any(name.startswith(f"model.layers.{index}.") for index in further)
@@ -45,9 +47,9 @@ def model_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Return the shape of each tensor of ``model``, with heads as in the checkpoint, by the model's names."""
     model = replace(model, head_dim=model.stored_head_dim, head_padding=0)
     vocabulary = (model.vocab_size, model.hidden_size)
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": vocabulary}
+    shapes: dict[str, Shape] = {EMBEDDING: vocabulary}
     if not model.tied_embeddings:
-        shapes["lm_head.weight"] = vocabulary
+        shapes[HEAD] = vocabulary
     shapes["model.norm.weight"] = (model.hidden_size,)
     for index, layer in enumerate(model.layers):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer_shapes(model, layer).items()}

@@ -1,5 +1,6 @@
 """Loading of weights from safetensors files, one tensor at a time, and random weights."""
 
+import contextlib
 import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +13,7 @@ import torch
 from services.common.errors import InvalidRequest
 from services.common.model.checkpoint_files import FLOATS, BrokenFile, read_shards, weight_paths
 from services.common.model.json_object import read_json
-from services.worker.described.checkpoint import checkpoint_shapes, is_ignored
+from services.worker.described.checkpoint import EMBEDDING, HEAD, checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
 from services.worker.described.refusals import refuse_quantized_checkpoint
 from services.worker.models.decoder import DecoderModel
@@ -20,6 +21,7 @@ from services.worker.models.experts import Experts
 
 # Standard deviation that models are commonly initialised with before training.
 _DEVIATION = 0.02
+_COMPARED_ROWS = 1024  # of a vocabulary at once
 # Ratio of the largest factor of a router's rows to the smallest.
 _ROUTER_SKEW = 4.0
 _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
@@ -42,15 +44,17 @@ class LoadTarget(Protocol):
 def check(directory: Path, model: ModelConfig) -> None:
     """Compare the headers of the weight files in ``directory`` with ``model``, before memory is allocated.
 
-    Raises ``InvalidRequest`` if a file is broken, or a tensor is missing or has an unexpected shape or dtype, or if the
-    weights are quantized.
+    Raises ``InvalidRequest`` if a file is broken, or a tensor is missing or has an unexpected shape or dtype, if the
+    weights are quantized, or if the head has other weights than the embedding to which ``config.json`` ties it.
     """
     refuse_quantized_checkpoint(read_json(directory / "config.json"))
     expected = checkpoint_shapes(model)
     missing = set(expected)
+    places: dict[str, Path] = {}  # the files of the embedding and the head
     for shard in read_shards(directory):
         if isinstance(shard, BrokenFile):
             raise shard
+        places |= {name: shard.path for name in (EMBEDDING, HEAD) if name in shard.tensors}
         for name, stored in shard.tensors.items():
             if name not in expected:
                 continue
@@ -63,6 +67,12 @@ def check(directory: Path, model: ModelConfig) -> None:
                     field="model",
                 )
     _check_missing(directory, missing)
+    if model.tied_embeddings and HEAD in places and not _are_equal(places):
+        raise InvalidRequest(
+            f"{places[HEAD]}: {HEAD} differs from {EMBEDDING}, and config.json ties them; set tie_word_embeddings to"
+            f" false in config.json to use both, or remove {HEAD}",
+            field="model",
+        )
 
 
 def load(directory: Path, targets: Mapping[str, LoadTarget], model: ModelConfig) -> None:
@@ -113,6 +123,20 @@ def load_dummy(model: DecoderModel, seed: int) -> None:
     for layer in model.layers:
         if isinstance(layer.mlp, Experts):
             _skew(layer.mlp.router)
+
+
+def _are_equal(places: Mapping[str, Path]) -> bool:
+    """Return whether two tensors have equal shapes and values. ``places`` maps their names to their files."""
+    with contextlib.ExitStack() as files:
+        first, second = (
+            files.enter_context(safetensors.safe_open(path, framework="pt")).get_slice(name)
+            for name, path in places.items()
+        )
+        shape = first.get_shape()
+        return second.get_shape() == shape and all(
+            torch.equal(first[rows : rows + _COMPARED_ROWS].float(), second[rows : rows + _COMPARED_ROWS].float())
+            for rows in range(0, shape[0], _COMPARED_ROWS)
+        )
 
 
 def _skew(router: torch.Tensor) -> None:
