@@ -92,6 +92,7 @@ def make_checkpoint(
     rope_scaling: dict[str, Any] | None = None,
     tokenizer: Literal["bytes", "sentencepiece"] = "bytes",
     seed: int = 0,
+    dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> Path:
     """Write a checkpoint of ``architecture`` (one of ``ARCHITECTURES``) into ``directory`` and return the directory.
@@ -125,7 +126,7 @@ def make_checkpoint(
     config = config_kind(**settings | extra | overrides)
     model = model_kind(config)
     randomise(model, seed)
-    model.save_pretrained(directory, **({"max_shard_size": "150KB"} if sharded else {}))
+    model.to(dtype).save_pretrained(directory, **({"max_shard_size": "150KB"} if sharded else {}))
     return directory
 
 

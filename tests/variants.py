@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 from tests.checkpoints import make_checkpoint
 
 T = TypeVar("T")
@@ -24,6 +26,7 @@ _EPS = (1e-6, 1e-5, 1e-3)
 _THETAS = (10000.0, 500000.0, 1e6)
 # Without relu2: rounding grows with its squares.
 _ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "relu")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LONGEST = 640  # tokens of a context
 # The key of the activation and its published value, of other families than most. That of gpt-oss has no effect.
 _ACTIVATION_KEYS = dict.fromkeys(("gemma2", "gemma3"), ("hidden_activation", "gelu_pytorch_tanh"))
@@ -63,7 +66,8 @@ def make_variant(directory: Path, variant: Variant) -> Path:
     """Write the checkpoint of ``variant`` into ``directory`` and return the directory."""
     draw = Draw(variant)
     settings = settings_of(variant)
-    made = make_checkpoint(directory, variant.family, seed=variant.number, **settings)
+    files = {"dtype": draw.pick("dtype", *_DTYPES), "sharded": draw.flag("sharded")}
+    made = make_checkpoint(directory, variant.family, seed=variant.number, **files, **settings)
     if draw.flag("older file"):
         path = made / "config.json"
         config = _older(json.loads(path.read_text()), settings, draw)
@@ -323,7 +327,7 @@ def _gemma2(draw: Draw, settings: Settings) -> Settings:
 
 def _gemma3(draw: Draw, settings: Settings) -> Settings:
     pattern = draw.pick("pattern", 2, 3, 6)
-    rotation = _rotation(draw, 0, "default", "linear", "linear", "yarn")
+    rotation = _rotation(draw, 0, "default", "linear", "yarn", "yarn of gpt-oss")
     local = {"rope_type": "default", "rope_theta": draw.pick("local theta", 10000.0, 1000.0)}
     return {
         **_gemma(draw, settings),
