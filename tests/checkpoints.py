@@ -203,10 +203,10 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in stored.items():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name or ".ln_" in name:
+            if "norm" in name.lower() or ".ln_" in name:
                 parameter.add_(0.2 * noise)  # 1, or 0 where the model adds 1
             elif parameter.dim() == 1 or name.endswith("_bias"):
                 parameter.copy_(0.2 * noise)
             else:
-                gain = 3.0 if "lm_head" in name or "embed" in name else 1.0
+                gain = 3.0 if any(each in name for each in ("lm_head", "embed", "predictions.decoder")) else 1.0
                 parameter.copy_(gain * noise / parameter.shape[-1] ** 0.5)

@@ -23,7 +23,7 @@ _INSTALL = "pip install 'tokasaurus[worker-transformers]'"
 _KEYS = {
     "hidden_size": ("n_embd", "d_model", "dim"),
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "decoder_layers"),
-    "num_attention_heads": ("n_head", "n_heads", "num_heads", "decoder_attention_heads"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads"),
     "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
     "intermediate_size": ("n_inner", "ffn_dim", "d_ff", "ffn_hidden_size"),
     "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
@@ -32,6 +32,7 @@ _KEYS = {
 }
 # Elements of a head whose keys and values are projected from a smaller vector (DeepSeek-AI 2024).
 _LATENT_KEYS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+_HEADS = ("ForCausalLM", "LMHeadModel", "GenerationDecoder")
 _NO_HEAD = "the name of a language model ends with ForCausalLM or LMHeadModel"
 # Values of ``layer_types`` for layers that have keys and values of each token.
 _ATTENTION_TYPES = ("full_attention", "sliding_attention", "attention")
@@ -41,11 +42,8 @@ _STATEFUL = (
     *("Mamba", "MiniMaxForCausalLM", "NemotronH", "OlmoHybrid", "Qwen3Next", "Qwen3_5", "RecurrentGemma", "Rwkv"),
     *("Zamba", "xLSTM"),
 )
-# Architectures with attention of their own, which adds biases to scores or does not use transformers' interface.
-_OWN_ATTENTION = (
-    *("BigBird", "Bloom", "CpmAnt", "Falcon", "GPTNeoForCausalLM", "GPTNeoXJapanese", "Mpt", "OpenAIGPT", "Reformer"),
-    *("RoFormer", "XGLM", "XLM", "XLNet"),
-)
+# Architectures with attention of their own, which is not a softmax of products of queries and keys.
+_OWN_ATTENTION = ("CpmAnt", "Reformer", "XLMWithLMHeadModel", "XLNet")
 _TOWERS = ("vision_config", "audio_config", "vq_config", "image_config", "speech_config")
 # Rotations that depend on the length of the sequence, and would change keys that are in the cache.
 _LENGTH_DEPENDENT = ("dynamic",)
@@ -148,12 +146,12 @@ def _refuse_architecture(raw: Mapping[str, Any], names: list[str]) -> str:
         raise _refused(name, "it has an encoder (is_encoder_decoder)")
     if towers:
         raise _refused(name, f"it has a tower for other inputs than text ({towers[0]})")
-    if not name.endswith(("ForCausalLM", "LMHeadModel")):
+    if not name.endswith(_HEADS):
         raise _refused(name, _NO_HEAD)
     if name.startswith(_STATEFUL):
         raise _refused(name, "it has state-space, recurrent, convolution or linear-attention layers")
     if name.startswith(_OWN_ATTENTION):
-        raise _refused(name, "its attention is not computed through the interface of transformers")
+        raise _refused(name, "its attention is not a softmax of the products of queries and keys")
     return name
 
 

@@ -1,13 +1,16 @@
 """A model whose layers transformers computes, in the form in which the runners use models."""
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from services.common.errors import InvalidRequest
 from services.worker.attention.base import AttentionStep, LayerAttention, RotatingAttentionStep
 from services.worker.attention.compiled import TraceableRotation, TraceableStep
 from services.worker.described.config import ModelConfig, Windows
@@ -16,8 +19,10 @@ from services.worker.described.ranks import ALONE as ONE_RANK
 from services.worker.layers.kernels import LayerKernels
 from services.worker.models.base import Compile, RankModel
 from services.worker.models.foreign import attention as attention_function
+from services.worker.models.foreign.attention import CallLayer, bias_elements, bias_of
 from services.worker.models.foreign.experts import OPERATOR, activation_of, matrices_of
 from services.worker.models.foreign.probe import AttentionCall, base_of, inputs_of
+from services.worker.models.foreign.products import StepProducts
 from services.worker.parallel.exchange import ALONE, Exchange
 
 
@@ -84,9 +89,9 @@ class ForeignModel(RankModel):
         nothing = torch.empty(config.max_context_tokens, 0, device=device)
         self.rotaries = [NoRotation(nothing, nothing)]
         self._calls = calls
-        for layer, call in enumerate(calls):
-            setattr(call.module, attention_function.LAYER, layer)
-            setattr(call.module, attention_function.HEAD_DIM, config.head_dim)
+        self._products = [call.module for call in calls if call.products]
+        for module, places in places_of(config, calls).items():
+            setattr(module, attention_function.CALLS, places)
         for module in skeleton.modules():
             if kernels is not None and (activation := activation_of(module)) is not None:
                 setattr(module, OPERATOR, (kernels, activation))
@@ -103,9 +108,25 @@ class ForeignModel(RankModel):
         keep: torch.Tensor | None = None,
         exchange: Exchange = ALONE,
     ) -> torch.Tensor:
-        with attention_function.running(attention):
-            hidden: torch.Tensor = self._run_base(**inputs_of(inputs.long(), positions.long())).last_hidden_state[0]
+        given = inputs_of(inputs.long(), positions.long())
+        with attention_function.running(attention, positions), self._replacing(inputs) as added:
+            hidden: torch.Tensor = self._run_base(**given, **added).last_hidden_state[0]
         return hidden if keep is None else hidden.index_select(0, keep)
+
+    @contextmanager
+    def _replacing(self, inputs: torch.Tensor) -> Iterator[Mapping[str, Any]]:
+        """Replace the products of attention modules inside the context. Yields further arguments of the base."""
+        if not self._products:
+            yield {}
+            return
+        mode = StepProducts(
+            lambda module, query, key, value: attention_function.attend(module, query, key, value, None)[0]
+        )
+        with ExitStack() as hooks, mode:
+            for module in self._products:
+                hooks.callback(module.register_forward_pre_hook(mode.enter).remove)
+                hooks.callback(module.register_forward_hook(mode.leave).remove)
+            yield {"attention_mask": inputs.new_ones(1, len(inputs), dtype=torch.int64)}
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
@@ -119,7 +140,40 @@ class ForeignModel(RankModel):
         self._run_base = compiled(self.base.forward, 1)
 
     def attention_layers(self) -> list[LayerAttention]:
-        return [_rules(call) for call in self._calls]
+        places = [place for call in places_of(self.config, self._calls).values() for place in call]
+        ordered = sorted(places, key=lambda place: place.layer)
+        return [_rules(call, place) for call, place in zip(self._calls, ordered, strict=True)]
+
+
+def cache_heads(calls: Sequence[AttentionCall]) -> tuple[int, int]:
+    """Return the heads of keys in the cache, and the heads of queries for each of them, that fit all ``calls``."""
+    kv_heads = math.lcm(*(call.kv_heads for call in calls))
+    return kv_heads, max(-(-call.heads // kv_heads) for call in calls)
+
+
+def places_of(config: ModelConfig, calls: Sequence[AttentionCall]) -> dict[nn.Module, tuple[CallLayer, ...]]:
+    """Return the layers of the cache that the calls of each attention module use, in the order of the calls."""
+    places: dict[nn.Module, tuple[CallLayer, ...]] = {}
+    for layer, call in enumerate(calls):
+        bias = bias_of(call.slopes, call.scale, config.max_context_tokens) if call.slopes else None
+        place = CallLayer(layer, config.kv_heads, config.heads // config.kv_heads, config.head_dim, bias)
+        places[call.module] = (*places.get(call.module, ()), place)
+    return places
+
+
+def refuse_uncompilable(calls: Sequence[AttentionCall], architecture: str) -> None:
+    """Raise ``InvalidRequest`` if steps with the attention ``calls`` cannot be one compiled graph."""
+    several = len({call.module for call in calls}) < len(calls)
+    if several or any(call.products or call.slopes for call in calls):
+        reason = "computes attention several times in a layer" if several else "computes attention in code of its own"
+        raise InvalidRequest(
+            f"flag torch_compile=T: {architecture} {reason}, which cannot be compiled; use torch_compile=F",
+            field="torch_compile",
+        )
+
+
+def _bias_elements(call: AttentionCall, config: ModelConfig) -> int:
+    return bias_elements(config.max_context_tokens) if call.slopes else 0
 
 
 def describe(config: ModelConfig, skeleton: Any, calls: list[AttentionCall]) -> ModelConfig:
@@ -148,12 +202,13 @@ def describe(config: ModelConfig, skeleton: Any, calls: list[AttentionCall]) -> 
             for layer in features
         ]
     embedding = skeleton.get_input_embeddings().weight
+    kv_heads, group = cache_heads(calls)
     return replace(
         config,
         layers=tuple(features),
-        heads=calls[0].heads,
-        kv_heads=calls[0].kv_heads,
-        head_dim=max(max(call.head_dim, call.value_dim) for call in calls),
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=max(max(call.head_dim + _bias_elements(call, config), call.value_dim) for call in calls),
         hidden_size=_hidden_size(skeleton, embedding),
         ropes=(),
         parameters=sum(parameter.numel() for parameter in skeleton.parameters()),
@@ -167,6 +222,9 @@ def _hidden_size(skeleton: Any, embedding: torch.Tensor) -> int:
     return size
 
 
-def _rules(call: AttentionCall) -> LayerAttention:
-    sinks = None if call.sinks is None else call.module.get_parameter(call.sinks).float()
+def _rules(call: AttentionCall, place: CallLayer) -> LayerAttention:
+    sinks = None
+    if call.sinks is not None:
+        scores = call.module.get_parameter(call.sinks).float()
+        sinks = attention_function.spread_queries(scores[None, :, None], call.kv_heads, place)[0, :, 0]
     return LayerAttention(call.scale, call.window, call.soft_cap, sinks, rope=None)

@@ -16,9 +16,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from services.common.boundaries import errors_to
+from services.worker.models.foreign import products
+from services.worker.models.foreign.products import OwnCode
 from services.worker.models.foreign.skeleton import first_line, refuse
 
 _PROBE = "tokasaurus_probe"  # name of the attention function that records its calls
+_PROBE_PRODUCTS = "tokasaurus_probe_products"  # name of the masks of a model that computes its attention itself
 _TOKENS = 3
 # Arguments of attention functions that change no scores, or that ``_Call`` reads.
 _READ = ("scaling", "sliding_window", "softcap", "s_aux", "is_causal", "dropout")
@@ -61,6 +64,9 @@ class AttentionCall:
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    # what a step to the next key adds to the score, by head; None = nothing
+    slopes: tuple[float, ...] | None = None
+    products: bool = False  # the code of ``module`` computes the attention itself, see ``products``
     sinks: str | None = None  # name of the parameter of ``module`` with the score of each head's sink
 
 
@@ -74,6 +80,7 @@ def probe(model: Any, architecture: str, max_tokens: int) -> list[AttentionCall]
     AttentionMaskInterface.register(_PROBE, _mask_rules)
     ALL_EXPERTS_FUNCTIONS.register(_PROBE, _without_experts)
     _refuse_mixing(model, architecture)
+    _recorded.most = max_tokens
     errors: list[BaseException] = []
     with errors_to(errors.append):
         calls = _run(model, torch.device("meta"), max_tokens)
@@ -82,14 +89,65 @@ def probe(model: Any, architecture: str, max_tokens: int) -> list[AttentionCall]
         # The model reads values, for example to count the tokens of each expert.
         with errors_to(errors.append):
             calls = _run(model, torch.device("cpu"), max_tokens)
+    if not errors and calls:
+        _refuse_positions(model, architecture)
+        return calls
+    if not any(isinstance(error, _Unsupported) for error in errors):
+        with errors_to(errors.append):
+            return _run_products(model, max_tokens)
     for error in errors:
         if isinstance(error, _Unsupported):
             refuse(architecture, str(error))
+        if isinstance(error, OwnCode):
+            refuse(architecture, f"its attention does not use the interface of transformers, and {error}", error)
         if isinstance(error, TypeError | AttributeError) and MaskRules.__name__ in str(error):
             refuse(architecture, "it computes with the mask of its attention", error)
-        refuse(architecture, f"transformers cannot run it on a flattened batch ({first_line(error)})", error)
-    _refuse_others(calls, model, architecture)
-    return calls
+    refuse(architecture, f"transformers cannot run it on a flattened batch ({first_line(errors[0])})", errors[0])
+
+
+def _run_products(model: Any, max_tokens: int) -> list[AttentionCall]:
+    """Return the attention that the code of ``model`` computes itself, found with known scores.
+
+    Raises ``OwnCode``, and any exception of the model.
+    """
+    copied = copy.deepcopy(model)
+    products.use_masks(copied, _PROBE_PRODUCTS)
+    AttentionMaskInterface.register(_PROBE_PRODUCTS, _plain_mask)
+    originals = dict(zip(copied.modules(), model.modules(), strict=True))
+    tokens = products.tokens_of(model, max_tokens)
+    token_ids = torch.zeros(tokens, dtype=torch.int64, device=products.META)
+    inputs = inputs_of(token_ids, torch.zeros_like(token_ids))
+    whole = torch.ones(1, tokens, dtype=torch.int64)
+    mode = products.KnownScores(tokens)
+    with torch.inference_mode(), products.named_modules_of(copied, mode), mode:
+        base_of(copied)(**inputs, attention_mask=whole)
+    mode.finish()
+    for call in mode.calls:
+        if products.hidden_window(call.module, tokens):
+            raise OwnCode("its window is too large to find what its attention computes")
+    products.use_masks(model, products.NAME)
+    return [
+        AttentionCall(
+            module=originals[call.module],
+            heads=call.query[1],
+            kv_heads=call.key[1],
+            head_dim=call.query[3],
+            value_dim=call.value[3],
+            scale=call.scale,
+            window=call.window,
+            slopes=call.slopes,
+            products=True,
+        )
+        for call in mode.calls
+    ]
+
+
+def _plain_mask(*, mask_function: Any, q_length: int, dtype: torch.dtype, **given: Any) -> torch.Tensor:
+    """Return the mask of a causal model for known scores, which are on the CPU. Raises ``OwnCode``."""
+    if _mask_rules(mask_function=mask_function) != MaskRules(None):
+        raise OwnCode("its attention has windows or another mask of its own")
+    mask = torch.full((q_length, q_length), torch.finfo(dtype).min, dtype=dtype).triu(1)
+    return mask[None, None]
 
 
 def base_of(model: Any) -> nn.Module:
@@ -215,6 +273,8 @@ def _call(
 
 
 def _refuse_mixing(model: Any, architecture: str) -> None:
+    if base_of(model) is model:
+        refuse(architecture, "its code has no part without the vocabulary head")
     if getattr(model, "_is_stateful", False):
         refuse(architecture, "it has state-space, recurrent or linear-attention layers")
     if model.config.is_encoder_decoder:
@@ -224,14 +284,6 @@ def _refuse_mixing(model: Any, architecture: str) -> None:
             refuse(architecture, f"{name} is a {type(module).__name__}, which mixes tokens outside the attention")
 
 
-def _refuse_others(calls: Sequence[AttentionCall], model: Any, architecture: str) -> None:
-    if base_of(model) is model:
-        refuse(architecture, "its code has no part without the vocabulary head")
+def _refuse_positions(model: Any, architecture: str) -> None:
     if "position_ids" not in inspect.signature(base_of(model).forward).parameters:
-        refuse(architecture, "its code takes no position_ids")
-    if not calls:
-        refuse(architecture, "its code does not use the attention interface of transformers")
-    if len({id(call.module) for call in calls}) < len(calls):
-        refuse(architecture, "a layer computes attention several times in a step")
-    if len({(call.heads, call.kv_heads) for call in calls}) > 1:
-        refuse(architecture, "its layers have different numbers of heads")
+        refuse(architecture, "its code takes no position_ids, and numbers tokens itself")

@@ -34,15 +34,19 @@ def make_skeleton(config: Mapping[str, Any], architecture: str, dtype: torch.dty
             field="model",
         )
     errors: list[BaseException] = []
-    with errors_to(errors.append), _without_memory():
-        settings = transformers.CONFIG_MAPPING[kind].from_dict(dict(config))
-        model = transformers.AutoModelForCausalLM.from_config(
-            settings,
-            dtype=dtype,
-            trust_remote_code=False,
-            attn_implementation=attention.NAME,
-            experts_implementation=experts.NAME,
-        )
+    # Architectures with a class for each attention function have none for the worker's. They use products instead.
+    for attention_function in (attention.NAME, "eager"):
+        errors.clear()
+        with errors_to(errors.append), _without_memory():
+            model = transformers.AutoModelForCausalLM.from_config(
+                transformers.CONFIG_MAPPING[kind].from_dict(dict(config)),
+                dtype=dtype,
+                trust_remote_code=False,
+                attn_implementation=attention_function,
+                experts_implementation=experts.NAME,
+            )
+        if not (errors and isinstance(errors[0], KeyError) and errors[0].args == (attention.NAME,)):
+            break
     if errors:
         raise InvalidRequest(
             f"config.json: transformers {transformers.__version__} makes no {architecture} from it:"

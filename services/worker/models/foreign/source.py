@@ -12,7 +12,7 @@ from services.worker.described.ranks import Ranks
 from services.worker.layers.factory import make_kernels
 from services.worker.models.base import ModelSource, RankModel
 from services.worker.models.foreign import loading
-from services.worker.models.foreign.model import ForeignModel, describe
+from services.worker.models.foreign.model import ForeignModel, describe, refuse_uncompilable
 from services.worker.models.foreign.probe import probe
 from services.worker.models.foreign.skeleton import fix_rotations, make_skeleton
 
@@ -43,6 +43,8 @@ class ForeignSource(ModelSource):
         ranks: Ranks,
         layers: range,
     ) -> ForeignModel:
+        if config.torch_compile:
+            refuse_uncompilable(self._calls, described.foreign or "")
         # The operator for CPUs reads values, so it cannot be compiled. That of transformers can.
         in_graph = config.torch_compile and device.type == "cpu"
         kernels = None if in_graph else make_kernels(device, dtype, compiled=config.torch_compile)
