@@ -34,8 +34,11 @@ _KEYS = {
 _LATENT_KEYS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 _HEADS = ("ForCausalLM", "LMHeadModel", "GenerationDecoder")
 _NO_HEAD = "the name of a language model ends with ForCausalLM or LMHeadModel"
-# Values of ``layer_types`` for layers that have keys and values of each token.
-_ATTENTION_TYPES = ("full_attention", "sliding_attention", "attention")
+# Values of ``layer_types`` for layers that have keys and values of each token. Chunks that are as long as the context
+# are full attention, and the worker refuses others.
+_ATTENTION_TYPES = ("full_attention", "sliding_attention", "attention", "chunked_attention")
+# Values of ``layer_types`` for layers without attention.
+_OTHER_TYPES = ("mlp", "moe")
 # Architectures whose layers keep a state instead of keys and values, by the beginning of their names.
 _STATEFUL = (
     *("BailingHybrid", "Bamba", "FalconH1", "FalconMamba", "GraniteMoeHybrid", "Jamba", "KimiLinear", "Lfm2", "Lfm3"),
@@ -45,8 +48,6 @@ _STATEFUL = (
 # Architectures with attention of their own, which is not a softmax of products of queries and keys.
 _OWN_ATTENTION = ("CpmAnt", "Reformer", "XLMWithLMHeadModel", "XLNet")
 _TOWERS = ("vision_config", "audio_config", "vq_config", "image_config", "speech_config")
-# Rotations that depend on the length of the sequence, and would change keys that are in the cache.
-_LENGTH_DEPENDENT = ("dynamic",)
 
 
 def choose_implementation(raw: Mapping[str, Any], config: WorkerConfig) -> tuple[ModelConfig, str]:
@@ -158,22 +159,12 @@ def _refuse_architecture(raw: Mapping[str, Any], names: list[str]) -> str:
 def _refuse_settings(raw: Mapping[str, Any], name: str) -> None:
     given = JsonObject("config.json", raw)
     kinds = given.texts("layer_types") if isinstance(raw.get("layer_types"), list) else None
-    if others := sorted(set(kinds or ()) - set(_ATTENTION_TYPES)):
+    if others := sorted(set(kinds or ()) - {*_ATTENTION_TYPES, *_OTHER_TYPES}):
         raise _refused(name, f"its layer_types contain {reprlib.repr(others[0])}")
     if raw.get("alibi") is True or raw.get("position_embedding_type") == "alibi":
         raise _refused(name, "its attention adds a bias by distance (ALiBi)")
     if raw.get("quantization_config") is not None:
         raise _refused(name, "its weights are quantized (quantization_config)")
-    for settings in _rope_settings(raw):
-        kind = settings.get("rope_type", settings.get("type"))
-        if kind in _LENGTH_DEPENDENT:
-            raise _refused(name, f"its rotation depends on the length of the sequence (rope_type {kind!r})")
-
-
-def _rope_settings(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the settings of all rotations, which may be nested by the type of layers."""
-    found = [each for key in ("rope_parameters", "rope_scaling") if isinstance(each := raw.get(key), dict)]
-    return [*found, *(inner for each in found for inner in each.values() if isinstance(inner, dict))]
 
 
 def _refuse_flags(config: WorkerConfig, name: str) -> None:

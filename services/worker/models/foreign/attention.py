@@ -18,6 +18,8 @@ from services.worker.models.foreign import products
 NAME = "tokasaurus"  # of the attention function, in ``config._attn_implementation``
 CALLS = "tokasaurus_calls"  # attribute of an attention module: a ``CallLayer`` for each of its calls in a step
 _DIGITS = 16  # base of the digits of positions, which every precision represents exactly
+# Half of the distance of scores of keys in the same chunk to those of others, whose weights then are zeros.
+_SAME_CHUNK = 128.0
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,9 @@ class CallLayer:
     head_dim: int
     # Elements of each head's query that add a bias to its scores, with digits of positions as elements of the keys.
     bias: torch.Tensor | None = None  # [heads of the model, elements]
+    # Tokens attend to those of the same chunk of this size only. It is the window of the layer, too.
+    chunk: int | None = None
+    same_chunk: float = 0.0  # element of queries that adds ``_SAME_CHUNK`` to scores, with 1 as element of the keys
 
 
 AnyStep = AttentionStep | RotatingAttentionStep
@@ -80,6 +85,11 @@ def attend(
         digits = digits_of(_active.positions, call.bias.shape[1], keys.dtype)
         queries = torch.cat((queries, call.bias.to(queries).expand(tokens, -1, -1)), dim=2)
         keys = torch.cat((keys, digits[:, None].expand(-1, keys.shape[1], -1)), dim=2)
+    if call.chunk is not None:
+        # The window reaches into one chunk before the token's. Signs of alternate chunks differ.
+        signs = (1 - _active.positions // call.chunk % 2 * 2).to(queries)[:, None, None]
+        queries = torch.cat((queries, (signs * call.same_chunk).expand(-1, heads, -1)), dim=2)
+        keys = torch.cat((keys, signs.expand(-1, keys.shape[1], -1)), dim=2)
     queries, keys, values = (_padded(each, call.head_dim) for each in (queries, keys, values))
     kv_heads, spread = keys.shape[1], (call.kv_heads, call.group) != (keys.shape[1], heads // keys.shape[1])
     if spread:
@@ -127,6 +137,11 @@ def bias_elements(max_tokens: int) -> int:
     while _DIGITS**digits < max_tokens:
         digits += 1
     return 3 * digits
+
+
+def same_chunk_of(scale: float) -> float:
+    """Return ``CallLayer.same_chunk`` for scores that are multiplied by ``scale``."""
+    return _SAME_CHUNK / scale
 
 
 def bias_of(slopes: Sequence[float], scale: float, max_tokens: int) -> torch.Tensor:

@@ -19,9 +19,9 @@ from services.worker.described.ranks import ALONE as ONE_RANK
 from services.worker.layers.kernels import LayerKernels
 from services.worker.models.base import Compile, RankModel
 from services.worker.models.foreign import attention as attention_function
-from services.worker.models.foreign.attention import CallLayer, bias_elements, bias_of
+from services.worker.models.foreign.attention import CallLayer, bias_elements, bias_of, same_chunk_of
 from services.worker.models.foreign.experts import OPERATOR, activation_of, matrices_of
-from services.worker.models.foreign.probe import AttentionCall, base_of, inputs_of
+from services.worker.models.foreign.probe import AttentionCall, base_name_of, base_of, inputs_of
 from services.worker.models.foreign.products import StepProducts
 from services.worker.parallel.exchange import ALONE, Exchange
 
@@ -97,7 +97,7 @@ class ForeignModel(RankModel):
                 setattr(module, OPERATOR, (kernels, activation))
         # The vocabulary head, with all that the architecture does to logits.
         self._head = copy.copy(skeleton)
-        modules = dict(skeleton.named_children()) | {skeleton.base_model_prefix: _GivenHidden(self.base)}
+        modules = dict(skeleton.named_children()) | {base_name_of(skeleton): _GivenHidden(self.base)}
         self._head.__dict__["_modules"] = modules  # the copy shares everything else
 
     def forward(
@@ -156,24 +156,36 @@ def places_of(config: ModelConfig, calls: Sequence[AttentionCall]) -> dict[nn.Mo
     places: dict[nn.Module, tuple[CallLayer, ...]] = {}
     for layer, call in enumerate(calls):
         bias = bias_of(call.slopes, call.scale, config.max_context_tokens) if call.slopes else None
-        place = CallLayer(layer, config.kv_heads, config.heads // config.kv_heads, config.head_dim, bias)
+        group, same_chunk = config.heads // config.kv_heads, same_chunk_of(call.scale)
+        place = CallLayer(layer, config.kv_heads, group, config.head_dim, bias, call.chunk, same_chunk)
         places[call.module] = (*places.get(call.module, ()), place)
     return places
 
 
-def refuse_uncompilable(calls: Sequence[AttentionCall], architecture: str) -> None:
-    """Raise ``InvalidRequest`` if steps with the attention ``calls`` cannot be one compiled graph."""
-    several = len({call.module for call in calls}) < len(calls)
-    if several or any(call.products or call.slopes for call in calls):
-        reason = "computes attention several times in a layer" if several else "computes attention in code of its own"
+def refuse_uncompilable(calls: Sequence[AttentionCall], architecture: str, *, rotates: bool) -> None:
+    """Raise ``InvalidRequest`` if steps with the attention ``calls`` cannot be one compiled graph.
+
+    ``rotates`` is true if rotations have other frequencies for each position.
+    """
+    reason = None
+    if len({call.module for call in calls}) < len(calls):
+        reason = "computes attention several times in a layer"
+    elif any(call.products for call in calls):
+        reason = "computes attention in code of its own"
+    elif any(call.chunk for call in calls):
+        reason = "has attention by chunks"
+    elif rotates:
+        reason = "has rotations of rope_type 'dynamic'"
+    if reason is not None:
         raise InvalidRequest(
             f"flag torch_compile=T: {architecture} {reason}, which cannot be compiled; use torch_compile=F",
             field="torch_compile",
         )
 
 
-def _bias_elements(call: AttentionCall, config: ModelConfig) -> int:
-    return bias_elements(config.max_context_tokens) if call.slopes else 0
+def _added_elements(call: AttentionCall, config: ModelConfig) -> int:
+    """Return how many elements of a head the worker adds to those of the model."""
+    return (bias_elements(config.max_context_tokens) if call.slopes else 0) + (1 if call.chunk else 0)
 
 
 def describe(config: ModelConfig, skeleton: Any, calls: list[AttentionCall]) -> ModelConfig:
@@ -208,7 +220,7 @@ def describe(config: ModelConfig, skeleton: Any, calls: list[AttentionCall]) -> 
         layers=tuple(features),
         heads=kv_heads * group,
         kv_heads=kv_heads,
-        head_dim=max(max(call.head_dim + _bias_elements(call, config), call.value_dim) for call in calls),
+        head_dim=max(max(call.head_dim + _added_elements(call, config), call.value_dim) for call in calls),
         hidden_size=_hidden_size(skeleton, embedding),
         ropes=(),
         parameters=sum(parameter.numel() for parameter in skeleton.parameters()),

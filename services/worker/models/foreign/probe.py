@@ -4,15 +4,17 @@ A model that asks for something else than the worker's attention computes is ref
 """
 
 import copy
-import inspect
 import threading
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from services.common.boundaries import errors_to
@@ -49,7 +51,21 @@ class MaskRules:
     """Object that a model gets instead of a mask: tokens attend to themselves and to the tokens before them."""
 
     window: int | None  # most recent tokens that a token attends to; None = all
+    chunk: int | None = None  # tokens attend to those of the same chunk of this size only; None = to all
     supported: bool = True  # false for a mask of another kind
+    readable: bool = True  # false for a mask whose values the run did not compute
+
+    def first(self, query: int) -> int:
+        """Return the first token to which the token ``query`` attends."""
+        if self.chunk is not None:
+            return query // self.chunk * self.chunk
+        return 0 if self.window is None else max(0, query - self.window + 1)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> "MaskRules":
+        """Return the same rules for all rows and columns. Raises ``TypeError`` for a part of the mask."""
+        if all(each in (slice(None), slice(0, None)) for each in index):
+            return self
+        raise TypeError(f"a part of {type(self).__name__} has other rules")
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,7 @@ class AttentionCall:
     value_dim: int  # elements of a head of values
     scale: float
     window: int | None = None
+    chunk: int | None = None  # tokens attend to those of the same chunk of this size only; it is ``window`` too
     soft_cap: float | None = None
     # what a step to the next key adds to the score, by head; None = nothing
     slopes: tuple[float, ...] | None = None
@@ -91,6 +108,7 @@ def probe(model: Any, architecture: str, max_tokens: int) -> list[AttentionCall]
             calls = _run(model, torch.device("cpu"), max_tokens)
     if not errors and calls:
         _refuse_positions(model, architecture)
+        _refuse_shared_layers(model, calls, architecture)
         return calls
     if not any(isinstance(error, _Unsupported) for error in errors):
         with errors_to(errors.append):
@@ -150,9 +168,19 @@ def _plain_mask(*, mask_function: Any, q_length: int, dtype: torch.dtype, **give
     return mask[None, None]
 
 
+def base_name_of(model: Any) -> str:
+    """Return the attribute of ``model`` with the part before the vocabulary head, or "" if there is none."""
+    if hasattr(model, model.base_model_prefix):
+        name: str = model.base_model_prefix
+        return name
+    models = [name for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
+    return models[0] if len(models) == 1 else ""
+
+
 def base_of(model: Any) -> nn.Module:
     """Return the part of ``model`` between token ids and the input of the vocabulary head."""
-    base: nn.Module = getattr(model, model.base_model_prefix, model)
+    name = base_name_of(model)
+    base: nn.Module = getattr(model, name) if name else model
     return base
 
 
@@ -161,11 +189,11 @@ def inputs_of(token_ids: torch.Tensor, positions: torch.Tensor) -> Mapping[str, 
     return {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False}
 
 
-def _run(model: Any, device: torch.device, max_tokens: int) -> list[AttentionCall]:
+def _run(model: Any, device: torch.device, max_tokens: int, *, cached: bool = False) -> list[AttentionCall]:
     """Run a copy of ``model`` on ``device``, without values or with zeros, and return the calls of its attention.
 
-    A run may change a module, for example move tensors to the device. Raises ``_Unsupported``, and any exception of the
-    model.
+    With ``cached``, the model has a cache, and ``_recorded.cache`` records how it is used. A run may change a module,
+    for example move tensors to the device. Raises ``_Unsupported``, and any exception of the model.
     """
     copied = copy.deepcopy(model)
     if device.type == "meta":
@@ -180,11 +208,13 @@ def _run(model: Any, device: torch.device, max_tokens: int) -> list[AttentionCal
     copied.set_experts_implementation(_PROBE)
     _recorded.calls, _recorded.most = [], max_tokens
     _recorded.modules = dict(zip(copied.modules(), model.modules(), strict=True))
+    _recorded.cache = _RecordedCache(config=copied.config) if cached else None
+    given = {} if _recorded.cache is None else {_cache_argument(copied): _recorded.cache, "use_cache": True}
     token_ids = torch.zeros(_TOKENS, dtype=torch.int64, device=device)
     # With a mask of padding, transformers does not look for several sequences among the positions.
     whole = torch.ones(1, _TOKENS, dtype=torch.int64, device=device)
     with torch.inference_mode():
-        base_of(copied)(**inputs_of(token_ids, torch.arange(_TOKENS, device=device)), attention_mask=whole)
+        base_of(copied)(**{**inputs_of(token_ids, torch.arange(_TOKENS, device=device)), **given}, attention_mask=whole)
     return [_call(*recorded) for recorded in _recorded.calls]
 
 
@@ -193,19 +223,28 @@ def _mask_rules(*, mask_function: Any, **_: Any) -> MaskRules:
 
     Models also make masks that no layer uses. They may not be computable.
     """
-    most = _recorded.most
+    found = [MaskRules(None, readable=False)]
+    with errors_to(lambda error: None):
+        found.append(_readable_rules(mask_function, _recorded.most))
+    return found[-1]
+
+
+def _readable_rules(mask_function: Any, most: int) -> MaskRules:
+    """Return the rules of a mask that has values. A context has ``most`` tokens."""
     keys = torch.arange(most + 1)
-    windows: list[int] = []
-    with errors_to(lambda error: windows.clear()):
-        for query in (most - 1, most // 2):
-            seen = mask_function(0, 0, torch.tensor(query), keys) & (keys >= 0)
-            first = int(seen.int().argmax())
-            windows.append(query - first + 1)
-            if not torch.equal(seen, (keys >= first) & (keys <= query)):
-                return MaskRules(None, supported=False)
-    if not windows or windows[1] not in (windows[0], most // 2 + 1):
-        return MaskRules(None, supported=False)
-    return MaskRules(None if windows[0] == most else windows[0])
+
+    def seen(query: int) -> torch.Tensor:
+        row: torch.Tensor = mask_function(0, 0, torch.tensor(query), keys) & (keys >= 0)
+        return row
+
+    # The first token that does not attend to token 0.
+    limit = bisect(range(most), x=False, key=lambda query: not bool(seen(query)[0]))
+    rules = [MaskRules(None)] if limit >= most else [MaskRules(limit), MaskRules(limit, chunk=limit)]
+    queries = {limit - 1, limit, limit + 1, 2 * limit - 1, 2 * limit, 2 * limit + 1, most // 2, most - 1}
+    for query in queries & set(range(most)):
+        row = seen(query)
+        rules = [each for each in rules if torch.equal(row, (keys >= each.first(query)) & (keys <= query))]
+    return rules[0] if rules else MaskRules(None, supported=False)
 
 
 def _without_experts(module: nn.Module, hidden: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
@@ -247,8 +286,10 @@ def _call(
         raise _Unsupported(f"its attention has {', '.join(sorted(others))}, which the worker's has not")
     if settings.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise _Unsupported("its attention also reads later tokens")
+    if isinstance(mask, MaskRules) and not mask.readable:
+        raise ValueError("the mask of its attention has no values")
     if isinstance(mask, MaskRules) and not mask.supported:
-        raise _Unsupported("its attention is by chunks, or has another mask of its own")
+        raise _Unsupported("its attention has a mask of its own")
     if not (mask is None or isinstance(mask, MaskRules)):
         raise _Unsupported("it adds a mask or a bias of its own to the scores")
     if query[0] != 1 or not query[2] == key[2] == value[2] == _TOKENS or query[1] % key[1] or key[3] != query[3]:
@@ -267,6 +308,7 @@ def _call(
         value_dim=value[3],
         scale=query[3] ** -0.5 if scale is None else float(scale),
         window=window or None,
+        chunk=mask.chunk if isinstance(mask, MaskRules) else None,
         soft_cap=soft_cap or None,
         sinks=sinks[0] if sinks else None,
     )
@@ -284,6 +326,40 @@ def _refuse_mixing(model: Any, architecture: str) -> None:
             refuse(architecture, f"{name} is a {type(module).__name__}, which mixes tokens outside the attention")
 
 
+class _RecordedCache(DynamicCache):  # type: ignore[misc]  # the class has no types
+    """Cache that records the layers that are updated, and stores nothing."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.updated: list[int] = []
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.updated.append(layer_idx)
+        return key_states, value_states
+
+
+def _cache_argument(model: Any) -> str:
+    """Return the name of the argument of the base for the cache, which depends on the version of transformers."""
+    return next(name for name in ("cache", "past_key_values") if name in signature(base_of(model).forward).parameters)
+
+
+def _refuse_shared_layers(model: Any, calls: Sequence[AttentionCall], architecture: str) -> None:
+    """Refuse models that run a layer several times in a step, and cache the keys of one of these runs only."""
+    modules = [call.module for call in calls]
+    if len(set(modules)) == len(modules):
+        return
+    errors: list[Exception] = []
+    with errors_to(errors.append):
+        _run(model, torch.device("meta"), _recorded.most, cached=True)
+    updated = [] if errors else _recorded.cache.updated
+    # Calls of one run of a module follow each other.
+    runs = len(list(groupby(modules)))
+    if len(set(updated)) < runs:
+        refuse(architecture, "a layer runs several times in a step, and the runs share the keys in the cache")
+
+
 def _refuse_positions(model: Any, architecture: str) -> None:
-    if "position_ids" not in inspect.signature(base_of(model).forward).parameters:
+    if "position_ids" not in signature(base_of(model).forward).parameters:
         refuse(architecture, "its code takes no position_ids, and numbers tokens itself")

@@ -8,7 +8,6 @@ import torch
 import transformers
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from services.common.boundaries import errors_to
@@ -87,25 +86,6 @@ def _keep_precision(model: Any, dtype: torch.dtype) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if any(each in f"{module_name}.{name}" for each in kept):
                 setattr(module, name, nn.Parameter(parameter.float(), requires_grad=False))
-
-
-def fix_rotations(model: Any, architecture: str, max_tokens: int) -> None:
-    """Make rotations independent of the length of the sequence, which would change keys that are in the cache.
-
-    ``longrope`` uses the long factors for all positions if ``max_tokens`` exceeds the original context, and the short
-    factors otherwise. Raises ``InvalidRequest`` for other rotations of this kind.
-    """
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
-            if isinstance(kind, str) and ("dynamic" in kind or (kind == "longrope" and isinstance(kinds, dict))):
-                refuse(architecture, f"its rotation depends on the length of the sequence (rope_type {kind!r})")
-        if kinds == "longrope":
-            original = model.config.rope_parameters["original_max_position_embeddings"]
-            length = original + 1 if max_tokens > original else original
-            frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, torch.device("cpu"), seq_len=length)
-            module.inv_freq.copy_(frequencies)
-            module.rope_type = "fixed"
 
 
 def refuse(architecture: str, reason: str, cause: BaseException | None = None) -> NoReturn:

@@ -14,7 +14,8 @@ from services.worker.models.base import ModelSource, RankModel
 from services.worker.models.foreign import loading
 from services.worker.models.foreign.model import ForeignModel, describe, refuse_uncompilable
 from services.worker.models.foreign.probe import probe
-from services.worker.models.foreign.skeleton import fix_rotations, make_skeleton
+from services.worker.models.foreign.rotations import depends_on_position, fix_rotations
+from services.worker.models.foreign.skeleton import make_skeleton
 
 
 class ForeignSource(ModelSource):
@@ -44,7 +45,7 @@ class ForeignSource(ModelSource):
         layers: range,
     ) -> ForeignModel:
         if config.torch_compile:
-            refuse_uncompilable(self._calls, described.foreign or "")
+            refuse_uncompilable(self._calls, described.foreign or "", rotates=depends_on_position(self._skeleton))
         # The operator for CPUs reads values, so it cannot be compiled. That of transformers can.
         in_graph = config.torch_compile and device.type == "cpu"
         kernels = None if in_graph else make_kernels(device, dtype, compiled=config.torch_compile)
