@@ -21,7 +21,8 @@ from services.worker.models.base import Compile, RankModel
 from services.worker.models.foreign import attention as attention_function
 from services.worker.models.foreign.attention import CallLayer, bias_elements, bias_of, same_chunk_of
 from services.worker.models.foreign.experts import OPERATOR, activation_of, matrices_of
-from services.worker.models.foreign.probe import AttentionCall, base_name_of, base_of, inputs_of
+from services.worker.models.foreign.numbering import StepNumbering
+from services.worker.models.foreign.probe import AttentionCall, Probed, base_name_of, base_of, inputs_of
 from services.worker.models.foreign.products import StepProducts
 from services.worker.parallel.exchange import ALONE, Exchange
 
@@ -73,12 +74,12 @@ class ForeignModel(RankModel):
         self,
         config: ModelConfig,
         skeleton: Any,
-        calls: list[AttentionCall],
+        probed: Probed,
         dtype: torch.dtype,
         device: torch.device,
         kernels: LayerKernels | None,
     ) -> None:
-        """Take ``skeleton`` and its attention ``calls``, which ``config`` describes, as ``laid_out`` for ``device``."""
+        """Take ``skeleton`` with its properties, ``probed``. ``config`` describes it as ``laid_out`` for ``device``."""
         super().__init__()
         self.config = self.local = config
         self.dtype, self.device = dtype, device
@@ -88,7 +89,8 @@ class ForeignModel(RankModel):
         self.layer_range = range(len(config.layers))
         nothing = torch.empty(config.max_context_tokens, 0, device=device)
         self.rotaries = [NoRotation(nothing, nothing)]
-        self._calls = calls
+        self._calls, self._numbering = probed
+        calls = self._calls
         self._products = [call.module for call in calls if call.products]
         for module, places in places_of(config, calls).items():
             setattr(module, attention_function.CALLS, places)
@@ -109,13 +111,20 @@ class ForeignModel(RankModel):
         exchange: Exchange = ALONE,
     ) -> torch.Tensor:
         given = inputs_of(inputs.long(), positions.long())
-        with attention_function.running(attention, positions), self._replacing(inputs) as added:
+        with attention_function.running(attention, positions), self._replacing(positions) as added:
             hidden: torch.Tensor = self._run_base(**given, **added).last_hidden_state[0]
         return hidden if keep is None else hidden.index_select(0, keep)
 
     @contextmanager
-    def _replacing(self, inputs: torch.Tensor) -> Iterator[Mapping[str, Any]]:
-        """Replace the products of attention modules inside the context. Yields further arguments of the base."""
+    def _replacing(self, positions: torch.Tensor) -> Iterator[Mapping[str, Any]]:
+        """Replace parts of the model's code for a step inside the context. Yields further arguments of the base.
+
+        The parts are the products of attention modules, and counts of tokens, which become ``positions [tokens]``.
+        """
+        if self._numbering:
+            with StepNumbering(self._numbering, positions.long()):
+                yield {}
+            return
         if not self._products:
             yield {}
             return
@@ -126,7 +135,7 @@ class ForeignModel(RankModel):
             for module in self._products:
                 hooks.callback(module.register_forward_pre_hook(mode.enter).remove)
                 hooks.callback(module.register_forward_hook(mode.leave).remove)
-            yield {"attention_mask": inputs.new_ones(1, len(inputs), dtype=torch.int64)}
+            yield {"attention_mask": positions.new_ones(1, len(positions), dtype=torch.int64)}
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
@@ -162,18 +171,20 @@ def places_of(config: ModelConfig, calls: Sequence[AttentionCall]) -> dict[nn.Mo
     return places
 
 
-def refuse_uncompilable(calls: Sequence[AttentionCall], architecture: str, *, rotates: bool) -> None:
-    """Raise ``InvalidRequest`` if steps with the attention ``calls`` cannot be one compiled graph.
+def refuse_uncompilable(probed: Probed, architecture: str, *, rotates: bool) -> None:
+    """Raise ``InvalidRequest`` if steps of a model that was ``probed`` cannot be one compiled graph.
 
     ``rotates`` is true if rotations have other frequencies for each position.
     """
-    reason = None
+    reason, calls = None, probed.calls
     if len({call.module for call in calls}) < len(calls):
         reason = "computes attention several times in a layer"
     elif any(call.products for call in calls):
         reason = "computes attention in code of its own"
     elif any(call.chunk for call in calls):
         reason = "has attention by chunks"
+    elif probed.numbering:
+        reason = "counts positions itself"
     elif rotates:
         reason = "has rotations of rope_type 'dynamic'"
     if reason is not None:

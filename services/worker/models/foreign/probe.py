@@ -6,11 +6,11 @@ A model that asks for something else than the worker's attention computes is ref
 import copy
 import threading
 from bisect import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,12 +19,14 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from services.common.boundaries import errors_to
 from services.worker.models.foreign import products
+from services.worker.models.foreign.numbering import RecordedNumbering, calls_of
 from services.worker.models.foreign.products import OwnCode
 from services.worker.models.foreign.skeleton import first_line, refuse
 
 _PROBE = "tokasaurus_probe"  # name of the attention function that records its calls
+_PROBE_STEP = "tokasaurus_probe_step"  # name of the same function for a run without masks
 _PROBE_PRODUCTS = "tokasaurus_probe_products"  # name of the masks of a model that computes its attention itself
-_TOKENS = 3
+_MOST_TOKENS = 31
 # Arguments of attention functions that change no scores, or that ``_Call`` reads.
 _READ = ("scaling", "sliding_window", "softcap", "s_aux", "is_causal", "dropout")
 _WITHOUT_EFFECT = (
@@ -87,32 +89,42 @@ class AttentionCall:
     sinks: str | None = None  # name of the parameter of ``module`` with the score of each head's sink
 
 
-def probe(model: Any, architecture: str, max_tokens: int) -> list[AttentionCall]:
-    """Return the attention of each layer of ``model``, in the order in which they run.
+class Probed(NamedTuple):
+    """The result of the runs without weights."""
+
+    calls: list[AttentionCall]  # the attention of each layer, in the order in which they run
+    numbering: frozenset[int] = frozenset()  # the calls of ``arange`` that count positions, see ``numbering``
+
+
+def probe(model: Any, architecture: str, max_tokens: int) -> Probed:
+    """Return the attention of each layer of ``model``, and how it counts positions.
 
     ``model`` is from ``make_skeleton``. Contexts have at most ``max_tokens`` tokens. Raises ``InvalidRequest`` if the
     worker cannot run the model.
     """
     AttentionInterface.register(_PROBE, _record)
+    AttentionInterface.register(_PROBE_STEP, _record)
     AttentionMaskInterface.register(_PROBE, _mask_rules)
     ALL_EXPERTS_FUNCTIONS.register(_PROBE, _without_experts)
     _refuse_mixing(model, architecture)
     _recorded.most = max_tokens
     errors: list[BaseException] = []
-    with errors_to(errors.append):
-        calls = _run(model, torch.device("meta"), max_tokens)
-    if errors and not isinstance(errors[0], _Unsupported):
+    # On the CPU if the model reads values, for example to count the tokens of each expert.
+    for device in (torch.device("meta"), torch.device("cpu")):
         errors.clear()
-        # The model reads values, for example to count the tokens of each expert.
         with errors_to(errors.append):
-            calls = _run(model, torch.device("cpu"), max_tokens)
-    if not errors and calls:
-        _refuse_positions(model, architecture)
-        _refuse_shared_layers(model, calls, architecture)
-        return calls
+            calls = _run(model, device)
+            if calls:
+                numbering = _numbering(model, device)
+        if not errors and calls:
+            _refuse_positions(model, architecture, numbering)
+            _refuse_shared_layers(model, calls, architecture)
+            return Probed(calls, numbering)
+        if not errors or isinstance(errors[0], _Unsupported):
+            break
     if not any(isinstance(error, _Unsupported) for error in errors):
         with errors_to(errors.append):
-            return _run_products(model, max_tokens)
+            return Probed(_run_products(model, max_tokens))
     for error in errors:
         if isinstance(error, _Unsupported):
             refuse(architecture, str(error))
@@ -121,6 +133,13 @@ def probe(model: Any, architecture: str, max_tokens: int) -> list[AttentionCall]
         if isinstance(error, TypeError | AttributeError) and MaskRules.__name__ in str(error):
             refuse(architecture, "it computes with the mask of its attention", error)
     refuse(architecture, f"transformers cannot run it on a flattened batch ({first_line(errors[0])})", errors[0])
+
+
+def _numbering(model: Any, device: torch.device) -> frozenset[int]:
+    """Return the calls of ``arange`` that count positions in a step of ``model``."""
+    _run(model, device, _PROBE_STEP)
+    found: frozenset[int] = _recorded.numbering
+    return found
 
 
 def _run_products(model: Any, max_tokens: int) -> list[AttentionCall]:
@@ -189,11 +208,14 @@ def inputs_of(token_ids: torch.Tensor, positions: torch.Tensor) -> Mapping[str, 
     return {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False}
 
 
-def _run(model: Any, device: torch.device, max_tokens: int, *, cached: bool = False) -> list[AttentionCall]:
+def _run(
+    model: Any, device: torch.device, implementation: str = _PROBE, *, cached: bool = False
+) -> list[AttentionCall]:
     """Run a copy of ``model`` on ``device``, without values or with zeros, and return the calls of its attention.
 
-    With ``cached``, the model has a cache, and ``_recorded.cache`` records how it is used. A run may change a module,
-    for example move tensors to the device. Raises ``_Unsupported``, and any exception of the model.
+    With ``cached``, the model has a cache, and ``_recorded.cache`` records how it is used. With ``_PROBE_STEP`` as
+    ``implementation``, the model runs as in a step, without masks. A run may change a module, for example move tensors
+    to the device. Raises ``_Unsupported``, and any exception of the model.
     """
     copied = copy.deepcopy(model)
     if device.type == "meta":
@@ -204,17 +226,22 @@ def _run(model: Any, device: torch.device, max_tokens: int, *, cached: bool = Fa
             zeros = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
             copied.get_submodule(path).register_parameter(last, nn.Parameter(zeros, requires_grad=False))
     copied.tie_weights()
-    copied.set_attn_implementation(_PROBE)
+    copied.set_attn_implementation(implementation)
     copied.set_experts_implementation(_PROBE)
-    _recorded.calls, _recorded.most = [], max_tokens
+    _recorded.calls = []
     _recorded.modules = dict(zip(copied.modules(), model.modules(), strict=True))
     _recorded.cache = _RecordedCache(config=copied.config) if cached else None
     given = {} if _recorded.cache is None else {_cache_argument(copied): _recorded.cache, "use_cache": True}
-    token_ids = torch.zeros(_TOKENS, dtype=torch.int64, device=device)
-    # With a mask of padding, transformers does not look for several sequences among the positions.
-    whole = torch.ones(1, _TOKENS, dtype=torch.int64, device=device)
-    with torch.inference_mode():
-        base_of(copied)(**{**inputs_of(token_ids, torch.arange(_TOKENS, device=device)), **given}, attention_mask=whole)
+    tokens = products.tokens_of(model, _recorded.most, _MOST_TOKENS)
+    _recorded.numbering = frozenset()
+    token_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+    if implementation == _PROBE:
+        # With a mask of padding, transformers does not look for several sequences among the positions.
+        given["attention_mask"] = torch.ones(1, tokens, dtype=torch.int64, device=device)
+    inputs = {**inputs_of(token_ids, torch.arange(tokens, device=device)), **given}
+    with torch.inference_mode(), RecordedNumbering(tokens):
+        made = base_of(copied)(**inputs)
+    _recorded.numbering |= calls_of(made.last_hidden_state)
     return [_call(*recorded) for recorded in _recorded.calls]
 
 
@@ -260,6 +287,7 @@ def _record(
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
     """Record a call of the attention function, and return zeros."""
+    _recorded.numbering |= calls_of(query) | calls_of(key) | calls_of(value)
     names = [name for name, parameter in module.named_parameters() if parameter is settings.get("s_aux")]
     _recorded.calls.append(
         (_recorded.modules[module], query.shape, key.shape, value.shape, attention_mask, settings, names)
@@ -292,7 +320,7 @@ def _call(
         raise _Unsupported("its attention has a mask of its own")
     if not (mask is None or isinstance(mask, MaskRules)):
         raise _Unsupported("it adds a mask or a bias of its own to the scores")
-    if query[0] != 1 or not query[2] == key[2] == value[2] == _TOKENS or query[1] % key[1] or key[3] != query[3]:
+    if query[0] != 1 or not query[2] == key[2] == value[2] or query[1] % key[1] or key[3] != query[3]:
         raise _Unsupported(f"its attention has queries of shape {list(query)} and keys of shape {list(key)}")
     if settings.get("s_aux") is not None and not sinks:
         raise _Unsupported("the sinks of its attention are computed at each step")
@@ -352,7 +380,7 @@ def _refuse_shared_layers(model: Any, calls: Sequence[AttentionCall], architectu
         return
     errors: list[Exception] = []
     with errors_to(errors.append):
-        _run(model, torch.device("meta"), _recorded.most, cached=True)
+        _run(model, torch.device("meta"), cached=True)
     updated = [] if errors else _recorded.cache.updated
     # Calls of one run of a module follow each other.
     runs = len(list(groupby(modules)))
@@ -360,6 +388,6 @@ def _refuse_shared_layers(model: Any, calls: Sequence[AttentionCall], architectu
         refuse(architecture, "a layer runs several times in a step, and the runs share the keys in the cache")
 
 
-def _refuse_positions(model: Any, architecture: str) -> None:
-    if "position_ids" not in signature(base_of(model).forward).parameters:
-        refuse(architecture, "its code takes no position_ids, and numbers tokens itself")
+def _refuse_positions(model: Any, architecture: str, numbering: Collection[int]) -> None:
+    if not numbering and "position_ids" not in signature(base_of(model).forward).parameters:
+        refuse(architecture, "its code takes no position_ids")

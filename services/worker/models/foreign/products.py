@@ -71,15 +71,15 @@ def _operands(function: Callable[..., Any], given: Sequence[Any], named: Mapping
     return found if found is not None and min(found.first.dim(), found.second.dim()) >= _LEAST_DIMENSIONS else None
 
 
-def _tensors(given: Any) -> Iterator[torch.Tensor]:
+def tensors_in(given: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in the arguments of a call."""
     if isinstance(given, torch.Tensor):
         yield given
     elif isinstance(given, list | tuple):
         for each in given:
-            yield from _tensors(each)
+            yield from tensors_in(each)
     elif isinstance(given, dict):
-        yield from _tensors(list(given.values()))
+        yield from tensors_in(list(given.values()))
 
 
 def _replaced(given: Any, old: Callable[[Any], bool], new: Callable[[Any], Any]) -> Any:
@@ -150,12 +150,12 @@ class StepProducts(TorchFunctionMode):
                 )
                 return torch.empty(shape, dtype=first.dtype, device=META)
             return self._product_with_values(first, second)
-        if any(each.is_meta for each in _tensors((args, kwargs))):
+        if any(each.is_meta for each in tensors_in((args, kwargs))):
             try:
                 return function(*_on_meta(args), **_on_meta(kwargs))
             except RuntimeError:
                 # A table of the model is smaller than the step. Only the values of the product are used.
-                return next(each for each in _tensors((args, kwargs)) if each.is_meta)
+                return next(each for each in tensors_in((args, kwargs)) if each.is_meta)
         return function(*args, **kwargs)
 
     def _product_with_values(self, weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -191,7 +191,7 @@ class KnownScores(TorchFunctionMode):
             made = self._product(operands)
             if made is not None:
                 return made
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(tensors_in((args, kwargs)))
         meta = [each for each in tensors if each.is_meta]
         if not meta:
             args, kwargs = _replaced((args, kwargs), _is_meta_device, lambda _: _CPU)
@@ -292,10 +292,10 @@ def rules_of(sums: torch.Tensor) -> tuple[float, int | None, list[float]]:
     return scale, None if window == tokens else window, slopes.tolist()
 
 
-def tokens_of(model: nn.Module, max_tokens: int) -> int:
-    """Return the number of tokens of the run with known scores: a prime that is no size of a tensor of ``model``."""
+def tokens_of(model: nn.Module, max_tokens: int, most: int = _MOST_TOKENS) -> int:
+    """Return the number of tokens of a run, at most ``most``: a prime that is no size of a tensor of ``model``."""
     sizes = {size for each in (*model.parameters(), *model.buffers()) for size in each.shape}
-    for tokens in range(min(_MOST_TOKENS, max_tokens), 2, -1):
+    for tokens in range(min(most, max_tokens), 2, -1):
         if tokens not in sizes and all(tokens % divisor for divisor in range(2, int(tokens**0.5) + 1)):
             return tokens
     raise OwnCode(f"contexts of {max_tokens} tokens are too short to find what its attention computes")

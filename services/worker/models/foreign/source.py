@@ -29,8 +29,8 @@ class ForeignSource(ModelSource):
         name = described.foreign or ""
         self._directory, self._skeleton = directory, make_skeleton(raw, name, dtype)
         fix_rotations(self._skeleton, name, described.max_context_tokens)
-        self._calls = probe(self._skeleton, name, described.max_context_tokens)
-        self.described = describe(described, self._skeleton, self._calls)
+        self._probed = probe(self._skeleton, name, described.max_context_tokens)
+        self.described = describe(described, self._skeleton, self._probed.calls)
 
     def check(self) -> None:
         loading.check(self._directory, self._skeleton)
@@ -45,11 +45,11 @@ class ForeignSource(ModelSource):
         layers: range,
     ) -> ForeignModel:
         if config.torch_compile:
-            refuse_uncompilable(self._calls, described.foreign or "", rotates=depends_on_position(self._skeleton))
+            refuse_uncompilable(self._probed, described.foreign or "", rotates=depends_on_position(self._skeleton))
         # The operator for CPUs reads values, so it cannot be compiled. That of transformers can.
         in_graph = config.torch_compile and device.type == "cpu"
         kernels = None if in_graph else make_kernels(device, dtype, compiled=config.torch_compile)
-        return ForeignModel(described, self._skeleton, self._calls, dtype, device, kernels)
+        return ForeignModel(described, self._skeleton, self._probed, dtype, device, kernels)
 
     def fill(self, model: RankModel, *, dummy: bool) -> None:
         if dummy:
