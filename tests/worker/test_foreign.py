@@ -21,8 +21,29 @@ from tests.worker.driver import Driver, admission, batch
 
 PAGE, TOKENS = 16, 12
 # These run with each change, the others in ``make test-all``.
-FEW = ("cohere2", "deepseek_v2", "gpt2")
+FEW = ("bloom", "cohere2", "deepseek_v2", "gpt2", "llama4_text", "mimo_v2_flash")
 EACH = [each if each in FEW else pytest.param(each, marks=pytest.mark.slow) for each in ARCHITECTURES]
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+# Configurations of these architectures that take another way through their code, or through the worker's.
+VARIANTS = [
+    ("arcee", {"rope_parameters": DYNAMIC, "max_position_embeddings": 56}),
+    ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}),
+    ("diffllama", {"num_key_value_heads": 4}),
+    ("falcon", {"new_decoder_architecture": False}),
+    ("falcon", {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False, "num_kv_heads": 4}),
+    ("falcon", {"rope_parameters": DYNAMIC, "max_position_embeddings": 56}),
+    ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0}),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    ("gpt_bigcode", {"multi_query": False}),
+    ("gpt_neo", {"attention_types": [[["global"], 3]]}),
+    ("gpt_neox", {"use_parallel_residual": False}),
+    ("llama4_text", {"attention_chunk_size": 5}),
+    ("llama4_text", {"attention_chunk_size": 512}),
+    ("mpt", {"n_heads": 6, "d_model": 96, "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.3}}),
+    ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    ("phi", {"qk_layernorm": True, "num_key_value_heads": 1}),
+    ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True}),
+]
 FLAGS = {
     **{"device": "cpu", "page_size": PAGE, "kv_cache_num_tokens": PAGE * 128, "torch_num_threads": 2},
     **{"max_tokens_per_forward": 64, "max_seqs_per_forward": 16},
@@ -61,21 +82,23 @@ def choices(model, prompt: list[int], answer: list[int]) -> list[int]:
     return logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("architecture", EACH)
-def test_greedy_tokens_are_those_of_transformers(architecture, foreign, reference):
-    """Prompts in chunks, several sequences at once, more than a page, a cached prefix, and one sequence again."""
-    directory = foreign(architecture)
-    model, driver = reference(directory), started(directory)
+def check_tokens(directory, model) -> None:
+    """Compare greedy tokens with those of transformers' ``model``.
+
+    Prompts are in chunks, and several sequences are computed at once. They are longer than a page, one has a cached
+    prefix, and one is computed again.
+    """
+    driver = started(directory)
     prompts = [prompt_of(length, seed) for seed, length in enumerate((50, 7, PAGE + 1, 33, 1))]
     answers = driver.generate(prompts, TOKENS, chunk=17)
     for prompt, tokens in zip(prompts, answers, strict=True):
-        assert choices(model, prompt, tokens) == tokens
         generated = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
             do_sample=False,
             max_new_tokens=TOKENS,
             eos_token_id=-1,
+            forced_eos_token_id=None,
         )
         assert generated[0, len(prompt) :].tolist() == tokens
     assert len({token for tokens in answers for token in tokens}) > 3
@@ -87,6 +110,31 @@ def test_greedy_tokens_are_those_of_transformers(architecture, foreign, referenc
     driver.reset()
     assert driver.generate(prompts[:1], TOKENS) == answers[:1]
     driver.runner.close()
+
+
+@pytest.mark.parametrize("architecture", EACH)
+def test_greedy_tokens_are_those_of_transformers(architecture, foreign, reference):
+    directory = foreign(architecture)
+    check_tokens(directory, reference(directory))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "changes"), VARIANTS)
+def test_configurations_give_the_tokens_of_transformers(architecture, changes, tmp_path):
+    directory = make_foreign_checkpoint(tmp_path, architecture, **changes)
+    check_tokens(directory, transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval())
+
+
+def test_each_position_has_the_dynamic_rotation_of_its_own_length(tmp_path, reference):
+    """As transformers computes an answer that grows beyond the original context."""
+    directory = make_foreign_checkpoint(tmp_path, "arcee", rope_parameters=DYNAMIC, max_position_embeddings=24)
+    prompt = prompt_of(20)
+    (tokens,) = started(directory).generate([prompt], TOKENS)
+    inputs = torch.tensor([prompt])
+    generated = reference(directory).generate(
+        inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=TOKENS, eos_token_id=-1
+    )
+    assert generated[0, len(prompt) :].tolist() == tokens
 
 
 @pytest.mark.slow
@@ -141,11 +189,9 @@ def test_random_weights_need_no_files(foreign, tmp_path):
         ({"architectures": ["Qwen3NextForCausalLM"]}, "Qwen3NextForCausalLM .* linear-attention"),
         ({"architectures": ["XLNetLMHeadModel"]}, "XLNetLMHeadModel .* not a softmax of the products"),
         ({"alibi": True}, r"ArceeForCausalLM .*\(ALiBi\)"),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types contain 'chunked_attention'"),
+        ({"layer_types": ["full_attention", "indexed_attention"]}, "layer_types contain 'indexed_attention'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map asks for code from the model's directory"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "rope_type 'dynamic'"),
         ({"architectures": []}, "architectures is missing"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"hidden_size": "wide"}, "hidden_size='wide'"),
@@ -163,7 +209,14 @@ def test_models_that_cannot_run_are_refused_by_name(changes, named):
         ("Doge", {}, "DogeForCausalLM .* mask"),
         ("Bert", {}, "BertLMHeadModel .* later tokens"),
         ("Lara", None, "LaraForCausalLM.* not a language model that transformers"),
-        ("Llama4Text", {"attention_chunk_size": 32}, "Llama4ForCausalLM .* by chunks"),
+        (
+            "Dory",
+            {"layer_types": ["full_attention", "mlp"] * 2},
+            "DoryForCausalLM .* runs several times .* share the keys",
+        ),
+        ("Moshi", {"sliding_window": 9}, r"MoshiForCausalLM .* cache keeps 9 tokens \(sliding_window\)"),
+        ("RoFormer", {"is_decoder": True}, "RoFormerForCausalLM .* numbers tokens itself"),
+        ("Whisper", {}, "WhisperForCausalLM .* takes no position_ids|WhisperForCausalLM .* has an encoder"),
         ("Persimmon", {"hidden_act": "no such thing"}, "transformers .* makes no PersimmonForCausalLM"),
         ("Helium", {"architectures": ["HeliumMaskedForCausalLM"]}, "not a language model that transformers"),
     ],
@@ -189,6 +242,23 @@ def test_flags_that_it_does_not_support_are_refused(flag, value):
         choose_implementation(OTHER, WorkerConfig(**{flag: value}))
     assert caught.value.field == flag
     choose_implementation(LLAMA, WorkerConfig(**{flag: value}))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "reason"),
+    [
+        ("arcee", {"rope_parameters": DYNAMIC}, "rope_type 'dynamic'"),
+        ("bart", {}, "counts positions itself"),
+        ("bloom", {}, "attention in code of its own"),
+        ("diffllama", {}, "attention several times in a layer"),
+        ("llama4_text", {"attn_temperature_tuning": False}, "attention by chunks"),
+    ],
+)
+def test_models_that_cannot_be_compiled_are_refused(architecture, changes, reason, foreign, tmp_path):
+    directory = make_foreign_checkpoint(tmp_path, architecture, **changes) if changes else foreign(architecture)
+    with pytest.raises(InvalidRequest, match=f"{reason}, which cannot be compiled") as caught:
+        started(directory, torch_compile=True)
+    assert caught.value.field == "torch_compile"
 
 
 def test_auto_prefers_the_native_implementation():

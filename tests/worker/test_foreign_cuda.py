@@ -25,9 +25,13 @@ FLAGS = ChosenWorkerConfig(
     page_size=PAGE, kv_cache_num_tokens=PAGE * 64, max_tokens_per_forward=48, max_seqs_per_forward=16
 )
 ARCHITECTURES = {
+    "bart": {},  # positions that the model counts
+    "bloom": {},  # attention in its own code, with a bias by position
     "cohere2": {},  # windows
     "deepseek_v2": {},  # heads of 24 elements, values of 12
     "gpt2": {},  # positions in the embedding
+    "llama4_text": {"attention_chunk_size": 6, "num_hidden_layers": 2, "no_rope_layers": [1, 0]},  # chunks
+    "mimo_v2_flash": {"num_hidden_layers": 2},  # layers with different heads
     "qwen2_moe": {"tie_word_embeddings": True},  # experts
     "vaultgemma": {},  # a cap of the scores
 }

@@ -119,6 +119,7 @@ def probe(model: Any, architecture: str, max_tokens: int) -> Probed:
         if not errors and calls:
             _refuse_positions(model, architecture, numbering)
             _refuse_shared_layers(model, calls, architecture)
+            _refuse_shorter_cache(model, calls, architecture)
             return Probed(calls, numbering)
         if not errors or isinstance(errors[0], _Unsupported):
             break
@@ -386,6 +387,15 @@ def _refuse_shared_layers(model: Any, calls: Sequence[AttentionCall], architectu
     runs = len(list(groupby(modules)))
     if len(set(updated)) < runs:
         refuse(architecture, "a layer runs several times in a step, and the runs share the keys in the cache")
+
+
+def _refuse_shorter_cache(model: Any, calls: Sequence[AttentionCall], architecture: str) -> None:
+    """Refuse models whose answers in transformers depend on a cache that forgets tokens to which a layer attends."""
+    layers = DynamicCache(config=model.config).layers
+    for call, layer in zip(calls, layers, strict=False):
+        kept = getattr(layer, "sliding_window", None)
+        if len(layers) == len(calls) and kept is not None and kept < min(_recorded.most, call.window or _recorded.most):
+            refuse(architecture, f"its cache keeps {kept} tokens (sliding_window), and its layers attend to more")
 
 
 def _refuse_positions(model: Any, architecture: str, numbering: Collection[int]) -> None:
