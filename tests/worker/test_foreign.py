@@ -211,7 +211,8 @@ def test_models_that_cannot_run_are_refused_by_name(changes, named):
         ("Lara", None, "LaraForCausalLM.* not a language model that transformers"),
         (
             "Dory",
-            {"layer_types": ["full_attention", "mlp"] * 2},
+            {"n_input_layers": 0, "n_recurrent_layers": 4, "n_output_layers": 0, "recurrent_kv_cache_mode": "last_loop"}
+            | {"layer_types": ["sliding_attention", "mlp"] * 2},
             "DoryForCausalLM .* runs several times .* share the keys",
         ),
         ("Moshi", {"sliding_window": 9}, r"MoshiForCausalLM .* cache keeps 9 tokens \(sliding_window\)"),

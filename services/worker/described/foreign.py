@@ -6,7 +6,7 @@ of the loaded model.
 
 import importlib.util
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -156,11 +156,16 @@ def _refuse_architecture(raw: Mapping[str, Any], names: list[str]) -> str:
     return name
 
 
+def refuse_layer_types(kinds: Iterable[str], name: str) -> None:
+    """Raise ``InvalidRequest`` if layers of one of the types ``kinds`` cannot run."""
+    if others := sorted(set(kinds) - {*_ATTENTION_TYPES, *_OTHER_TYPES}):
+        raise _refused(name, f"its layer_types contain {reprlib.repr(others[0])}")
+
+
 def _refuse_settings(raw: Mapping[str, Any], name: str) -> None:
     given = JsonObject("config.json", raw)
-    kinds = given.texts("layer_types") if isinstance(raw.get("layer_types"), list) else None
-    if others := sorted(set(kinds or ()) - {*_ATTENTION_TYPES, *_OTHER_TYPES}):
-        raise _refused(name, f"its layer_types contain {reprlib.repr(others[0])}")
+    if isinstance(raw.get("layer_types"), list):
+        refuse_layer_types(given.texts("layer_types") or (), name)
     if raw.get("alibi") is True or raw.get("position_embedding_type") == "alibi":
         raise _refused(name, "its attention adds a bias by distance (ALiBi)")
     if raw.get("quantization_config") is not None:

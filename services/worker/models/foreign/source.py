@@ -8,6 +8,7 @@ import torch
 
 from services.common.config import ChosenWorkerConfig
 from services.worker.described.config import ModelConfig
+from services.worker.described.foreign import refuse_layer_types
 from services.worker.described.ranks import Ranks
 from services.worker.layers.factory import make_kernels
 from services.worker.models.base import ModelSource, RankModel
@@ -28,6 +29,8 @@ class ForeignSource(ModelSource):
         """
         name = described.foreign or ""
         self._directory, self._skeleton = directory, make_skeleton(raw, name, dtype)
+        # Some configs in transformers derive the types of layers from other keys.
+        refuse_layer_types(getattr(self._skeleton.config, "layer_types", None) or (), name)
         fix_rotations(self._skeleton, name, described.max_context_tokens)
         self._probed = probe(self._skeleton, name, described.max_context_tokens)
         self.described = describe(described, self._skeleton, self._probed.calls)
