@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from services.worker.models.foreign.attention import bias_elements, bias_of, digits_of
 from services.worker.models.foreign.numbering import RecordedNumbering, StepNumbering, calls_of
-from services.worker.models.foreign.products import OwnCode, StepProducts, rules_of, scores_of
+from services.worker.models.foreign.products import OwnCode, StepProducts, replacing, rules_of, scores_of
 
 TOKENS, HEADS = 101, 3
 SLOPES = torch.tensor([0.5, 0.25, 0.0])
@@ -64,12 +64,13 @@ def test_products_of_a_module_become_its_attention():
         given.append(call)
         return torch.ones(1, 5, 4, 8)
 
-    with StepProducts(attend) as mode:
+    mode = StepProducts(attend)
+    with replacing(mode):
         plain = torch.randn(2, 3, 3) @ torch.randn(2, 3, 3)
-        mode.enter(module, None)
+        mode.module = module
         scores = queries @ keys.repeat_interleave(2, dim=1).mT * 0.5 + torch.zeros(5, 5)
         attended = F.softmax(scores, dim=-1) @ values.repeat_interleave(2, dim=1)
-        mode.leave()
+        mode.module = None
     assert not plain.is_meta
     assert scores.is_meta
     assert torch.equal(attended, torch.ones(1, 4, 5, 8))

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from services.worker.models.foreign.attention import CallLayer, bias_elements, b
 from services.worker.models.foreign.experts import OPERATOR, activation_of, matrices_of
 from services.worker.models.foreign.numbering import StepNumbering
 from services.worker.models.foreign.probe import AttentionCall, Probed, base_name_of, base_of, inputs_of
-from services.worker.models.foreign.products import StepProducts
+from services.worker.models.foreign.products import StepProducts, mark, replacing
 from services.worker.parallel.exchange import ALONE, Exchange
 
 
@@ -91,7 +91,9 @@ class ForeignModel(RankModel):
         self.rotaries = [NoRotation(nothing, nothing)]
         self._calls, self._numbering = probed
         calls = self._calls
-        self._products = [call.module for call in calls if call.products]
+        self._products = {call.module for call in calls if call.products}
+        for module in self._products:
+            mark(module)
         for module, places in places_of(config, calls).items():
             setattr(module, attention_function.CALLS, places)
         for module in skeleton.modules():
@@ -131,10 +133,7 @@ class ForeignModel(RankModel):
         mode = StepProducts(
             lambda module, query, key, value: attention_function.attend(module, query, key, value, None)[0]
         )
-        with ExitStack() as hooks, mode:
-            for module in self._products:
-                hooks.callback(module.register_forward_pre_hook(mode.enter).remove)
-                hooks.callback(module.register_forward_hook(mode.leave).remove)
+        with replacing(mode):
             yield {"attention_mask": positions.new_ones(1, len(positions), dtype=torch.int64)}
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ become a tensor on the device ``meta``, which takes no memory, and the product w
 the worker's step. Before weights are read, a run with known scores shows what the code does between the products.
 """
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -126,14 +127,6 @@ class StepProducts(TorchFunctionMode):
         self._attend = attend
         self._query = self._key = torch.empty(0)
 
-    def enter(self, module: nn.Module, _: object) -> None:
-        """Take the products from now on for those of ``module``."""
-        self.module = module
-
-    def leave(self, *_: object) -> None:
-        """Take the products from now on for those of no attention module."""
-        self.module = None
-
     def __torch_function__(
         self, function: Any, types: Collection[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -166,6 +159,34 @@ class StepProducts(TorchFunctionMode):
         )  # [1, tokens, heads, size]
         shape = torch.broadcast_shapes(weights.shape[:-2], value.shape[:-2])
         return attended.transpose(1, 2).reshape(*shape, *values.shape[-2:])
+
+
+_step = threading.local()  # the mode of the step in each compute thread, which run the same modules
+
+
+@contextmanager
+def replacing(mode: StepProducts) -> Iterator[None]:
+    """Replace the products of the modules of ``mark`` in the calling thread, inside the context."""
+    _step.mode = mode
+    try:
+        with mode:
+            yield
+    finally:
+        _step.mode = None
+
+
+def mark(module: nn.Module) -> None:
+    """Make the products of ``module`` those of its attention in each step."""
+    module.register_forward_pre_hook(_enter)
+    module.register_forward_hook(_leave)
+
+
+def _enter(module: nn.Module, _: object) -> None:
+    _step.mode.module = module
+
+
+def _leave(*_: object) -> None:
+    _step.mode.module = None
 
 
 class KnownScores(TorchFunctionMode):

@@ -3,6 +3,7 @@
 Keys in the cache do not change, and sequences of any length share them.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from services.worker.models.foreign.skeleton import first_line, refuse
 
 _FIXED = "fixed"  # the ``rope_type`` of a module whose frequencies transformers leaves as they are
 _FREQUENCIES = "inv_freq"  # buffer of a module, after the type of layers if there are several
+# Held while a module has the frequencies of one call: several compute threads run the same module.
+_exclusive = threading.RLock()
 _TABLE = "tokasaurus_frequencies"  # buffer of a module, with the frequencies of each position
 
 
@@ -61,6 +64,7 @@ def _fix(module: Any, kind: str, layer_type: str | None, max_tokens: int) -> Non
     table = torch.cat((own.expand(trained, -1), scaled))
     module.register_buffer(prefix + _TABLE, table, persistent=False)
     module.register_forward_pre_hook(_Choose(prefix), with_kwargs=True)
+    module.register_forward_hook(_release, always_call=True)
 
 
 class _Choose:
@@ -70,9 +74,14 @@ class _Choose:
         self._prefix = prefix
 
     def __call__(self, module: nn.Module, given: Sequence[Any], named: Mapping[str, Any]) -> None:
+        _exclusive.acquire()  # until the module has run
         positions: torch.Tensor = named["position_ids"] if "position_ids" in named else given[1]
         table = module.get_buffer(self._prefix + _TABLE)
         setattr(module, self._prefix + _FREQUENCIES, table[positions.reshape(-1)])
+
+
+def _release(*_: object) -> None:
+    _exclusive.release()
 
 
 def depends_on_position(model: nn.Module) -> bool:
