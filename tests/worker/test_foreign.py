@@ -215,6 +215,12 @@ def test_models_that_cannot_run_are_refused_by_name(changes, named):
             | {"layer_types": ["sliding_attention", "mlp"] * 2},
             "DoryForCausalLM .* runs several times .* share the keys",
         ),
+        (
+            "Dory",
+            {"n_input_layers": 0, "n_recurrent_layers": 4, "n_output_layers": 0, "recurrent_kv_cache_mode": "per_loop"}
+            | {"layer_types": ["sliding_attention", "mlp"] * 2},
+            "DoryForCausalLM .* answers would differ",
+        ),
         ("Moshi", {"sliding_window": 9}, r"MoshiForCausalLM .* cache keeps 9 tokens \(sliding_window\)"),
         ("RoFormer", {"is_decoder": True}, "RoFormerForCausalLM .* numbers tokens itself"),
         ("Whisper", {}, "WhisperForCausalLM .* takes no position_ids|WhisperForCausalLM .* has an encoder"),

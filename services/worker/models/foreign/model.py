@@ -22,8 +22,9 @@ from services.worker.models.foreign import attention as attention_function
 from services.worker.models.foreign.attention import CallLayer, bias_elements, bias_of, same_chunk_of
 from services.worker.models.foreign.experts import OPERATOR, activation_of, matrices_of
 from services.worker.models.foreign.numbering import StepNumbering
-from services.worker.models.foreign.probe import AttentionCall, Probed, base_name_of, base_of, inputs_of
+from services.worker.models.foreign.probe import AttentionCall, Probed
 from services.worker.models.foreign.products import StepProducts, mark, replacing
+from services.worker.models.foreign.skeleton import base_name_of, base_of, inputs_of
 from services.worker.parallel.exchange import ALONE, Exchange
 
 

@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from services.common.boundaries import errors_to
@@ -94,3 +95,24 @@ def refuse(architecture: str, reason: str, cause: BaseException | None = None) -
         f"config.json: {architecture} cannot run through transformers (model_impl): {reason}; choose another model",
         field="model",
     ) from cause
+
+
+def base_name_of(model: Any) -> str:
+    """Return the attribute of ``model`` with the part before the vocabulary head, or "" if there is none."""
+    if hasattr(model, model.base_model_prefix):
+        name: str = model.base_model_prefix
+        return name
+    models = [name for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
+    return models[0] if len(models) == 1 else ""
+
+
+def base_of(model: Any) -> nn.Module:
+    """Return the part of ``model`` between token ids and the input of the vocabulary head."""
+    name = base_name_of(model)
+    base: nn.Module = getattr(model, name) if name else model
+    return base
+
+
+def inputs_of(token_ids: torch.Tensor, positions: torch.Tensor) -> Mapping[str, Any]:
+    """Return the arguments of the base for the flattened ``token_ids`` and ``positions [tokens]`` int64."""
+    return {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False}
