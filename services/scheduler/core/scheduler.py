@@ -133,8 +133,8 @@ class Scheduler:
     def pause(self, mode: PauseMode, *, recompute: bool = False) -> int:
         """Stop to plan until ``resume``. With ``WAIT``, only once every request accepted before has finished.
 
-        ``recompute`` preempts all running sequences, so that their tokens are computed again after the pause. Return
-        the number of samples that ``ABORT`` ended. A pause replaces an earlier one.
+        ``recompute`` preempts all running sequences and resets the prefix cache, so that their tokens are computed
+        again after the pause. Return the number of samples that ``ABORT`` ended. A pause replaces an earlier one.
         """
         queue = self.state.queue
         queue.pause = mode
@@ -142,6 +142,7 @@ class Scheduler:
         aborted = self.abort() if mode is PauseMode.ABORT else 0
         if recompute and self.state.attached:
             self._lifecycle.preempt_all()
+            self.reset_prefix_cache()
         return aborted
 
     def abort(self, request_ids: Sequence[str] | None = None) -> int:
@@ -166,21 +167,36 @@ class Scheduler:
     @property
     def is_paused(self) -> bool:
         """True if a pause has begun: no plan is in flight, and none is made before ``resume``."""
+        return self._makes_no_plan and not self._pending
+
+    @property
+    def _makes_no_plan(self) -> bool:
+        """True if a pause forbids plans. With ``WAIT``, it does so once the requests accepted before have finished."""
         queue = self.state.queue
-        if queue.pause is None or self._pending:
+        if queue.pause is None:
             return False
         before = queue.waiting.admitted_before
         oldest = next(iter(queue.requests.values()), None)  # requests are in order of arrival
         return before is None or oldest is None or oldest.samples[0].arrival >= before
 
     def reset_prefix_cache(self) -> int:
-        """Let no later request use pages that are computed now. Return the number of pages that this frees."""
-        return self.state.pool.tree.reset() if self.state.attached else 0
+        """Let no sample that is admitted later use pages that are computed now.
+
+        Return the number of pages that this frees.
+        """
+        if not self.state.attached:
+            return 0
+        pages = self.state.pool.pages
+        before = pages.free
+        self._lifecycle.end_shares()
+        self.state.pool.tree.reset()
+        return pages.free - before
 
     def change_weights(self, version: str) -> None:
-        """Record that the worker has weights of another ``version`` from the next plan on. No plan is in flight."""
-        if version == self.state.queue.weights_version:
-            return
+        """Record that the worker has other weights from the next plan on. No plan is in flight.
+
+        ``version`` may be equal to that of the weights before.
+        """
         self._lifecycle.close_spans()
         self.state.queue.weights_version = version
         self.reset_prefix_cache()
@@ -252,8 +268,7 @@ class Scheduler:
     def plan(self, now_ns: int, *, light: bool = False) -> PlannedStep | None:
         """Return the next plan, or None if no plan is allowed or needed. ``light`` is as for ``Planner.build``."""
         queue = self.state.queue
-        held = queue.pause is not None and queue.waiting.admitted_before is None
-        if held or len(self._pending) >= queue.steps_ahead:
+        if self._makes_no_plan or len(self._pending) >= queue.steps_ahead:
             return None
         plan, more = None, True
         while plan is None and more:

@@ -290,7 +290,8 @@ class EngineLoop:
         self._ahead = min(policy.steps_ahead, most), most
         core.state.queue.steps_ahead = self._ahead[0]
         core.attach(self.limits_of(stream.info))
-        core.change_weights(stream.weights_version)
+        if stream.weights_version != core.state.queue.weights_version:
+            core.change_weights(stream.weights_version)
         self._pace.begin((stages - 1) / policy.micro_batches)
         self._stream = stream
         if self._recorder is not None:

@@ -144,3 +144,53 @@ def test_a_sequence_that_ran_during_a_reset_caches_nothing(driver):
     later = driver.submit(PROMPT, max_tokens=2)
     driver.run()
     assert driver.seen[later].finish.cached_prompt_tokens == 0
+
+
+@pytest.mark.parametrize("size", [3, 9])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_samples_that_wait_for_a_shared_prompt_during_a_reset_compute_it_again(size, recompute):
+    driver = Driver(SHAPE)
+    driver.submit(PROMPT[:size], n=6, max_tokens=20)  # two of them wait
+    for _ in range(5):
+        driver.step()
+    assert driver.core.state.pool.sharing
+    before = len(driver.plans)
+    if recompute:
+        driver.pause(PauseMode.KEEP, recompute=True)
+        settle(driver)
+        driver.core.resume()
+    else:
+        driver.core.reset_prefix_cache()
+    driver.run()
+    assert next(each.cached_tokens for plan in driver.plans[before:] for each in plan.admissions) == 0
+    check_all(driver)
+    while driver.answer():
+        pass
+    assert driver.core.state.pool.pages.in_use == 0
+
+
+def test_new_weights_of_the_same_version_reset_the_cache():
+    driver = Driver(SHAPE)
+    driver.core.change_weights("same")
+    driver.submit(PROMPT, max_tokens=2)
+    driver.run()
+    while driver.answer():
+        pass
+    assert driver.core.state.pool.pages.cached
+    driver.core.change_weights("same")
+    assert not driver.core.state.pool.pages.cached
+
+
+def test_a_waiting_pause_that_has_begun_computes_no_canary(driver):
+    """After three losses in a row, the next worker computes a sample of no client first."""
+    handle = driver.submit(PROMPT, max_tokens=20)
+    for _ in range(3):
+        driver.plan()
+        driver.lose_worker()
+    driver.cancel(handle)
+    driver.pause(PauseMode.WAIT)
+    assert driver.core.is_paused
+    assert driver.plan() is None
+    driver.core.resume()
+    assert driver.plan() is not None
+    driver.run()

@@ -223,6 +223,11 @@ class Lifecycle:
         """Preempt all running samples, so that others run without them."""
         self._interrupt(self._state.pool.slots.running_slots())
 
+    def end_shares(self) -> None:
+        """Release all shared prompts. Samples that wait for one compute the prompt again."""
+        for request in list(self._state.pool.sharing):
+            self.shares.end(request)
+
     def _interrupt(self, slots: np.ndarray) -> None:
         """Put the samples in ``slots`` back at the head of the queue, with their tokens."""
         if not len(slots):
