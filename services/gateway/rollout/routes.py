@@ -91,7 +91,6 @@ async def pause(request: Request) -> Response:
     ``clear_cache`` is false.
     """
     mode, clear_cache = _read_mode(request), _read_flag(request, "clear_cache", default=True)
-    await request.body()
     fleet = _gateway(request).fleet
     aborted = await while_connected(request.receive, control.pause(fleet, mode))
     if clear_cache:
