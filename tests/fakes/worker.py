@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import fields, replace
 
 import grpc
@@ -72,7 +72,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.weights = weights_pb2.Weights()
         self.disk: dict[str, int] = {}  # content of directories, beside "/weights/N", which has the weights N
         self.staged: worker_weights_pb2.StageWeightsRequest | None = None
-        self.on_commit: Callable[[], None] = lambda: None
+        self.on_stage: Callable[[], Awaitable[object] | None] = lambda: None  # called before the files are read
+        self.on_discard: Callable[[], None] = lambda: None
+        self.on_commit: Callable[[], Awaitable[object] | None] = lambda: None  # called before the weights are written
         self.asked = 0  # calls of GetWorkerInfo
         self._loading = False
         self._open = asyncio.Event()  # answers go out while it is set
@@ -142,6 +144,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def StageWeights(self, request, context):
         self.staged = None
+        if (waiting := self.on_stage()) is not None:
+            await asyncio.shield(waiting)
         if (content := self._content(request.directory)) is None:
             raise InvalidRequest(f"{request.directory}: model.norm.weight is missing", field="directory")
         self.staged = request
@@ -151,7 +155,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         staged, self.staged = self.staged, None
         if staged is None or staged.update_id != request.update_id:
             raise FailedPrecondition("it is not staged")
-        self.on_commit()
+        if (waiting := self.on_commit()) is not None:
+            await waiting
         self.weights = weights_pb2.Weights(
             version=staged.version,
             directory=staged.directory,
@@ -165,6 +170,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def DiscardWeights(self, request, context):
         if self.staged is not None and self.staged.update_id == request.update_id:
             self.staged = None
+        self.on_discard()
         return worker_weights_pb2.DiscardWeightsResponse()
 
     async def GetWeights(self, request, context):

@@ -24,7 +24,7 @@ from tokasaurus.scheduler.v1 import generate_pb2 as g
 from tokasaurus.scheduler.v1 import session_pb2
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
-WEIGHTS = WorkerWeights({}, lambda call: None)
+WEIGHTS = WorkerWeights({})
 
 
 def request(seed: int, most: int = 60) -> dict:

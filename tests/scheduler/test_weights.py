@@ -5,6 +5,7 @@ import asyncio
 import grpc
 import pytest
 
+from services.scheduler.core.request import PauseMode
 from tests.fakes.model import FakeShape, continuation
 from tests.fakes.worker import FakeReplica
 from tests.scheduler.service import PROMPT, Service, session, start
@@ -19,7 +20,7 @@ def fields(max_tokens: int, seed: int = 3) -> dict:
     return {"tokens": g.TokenPrompt(token_ids=PROMPT), "stopping": stopping, "sampling": g.Sampling(seed=seed)}
 
 
-async def stage(service: Service, number: int, **more) -> str:
+async def stage(service: Service, number: int | str, **more) -> str:
     request = c.StageWeightsRequest(directory=f"/weights/{number}", **more)
     return (await service.stub.StageWeights(request)).update_id
 
@@ -35,6 +36,10 @@ async def update(service: Service, number: int, mode: str = "KEEP", **more) -> c
 
 def versions(service: Service) -> list[str]:
     return [worker.weights.version for worker in service.workers]
+
+
+async def mode_of(service: Service) -> PauseMode | None:
+    return await asyncio.wrap_future(service.server.engine.ask(lambda core: core.state.queue.pause))
 
 
 def check_spans(sample, max_tokens: int, seed: int = 3) -> list[str]:
@@ -236,3 +241,128 @@ async def test_a_replica_that_is_lost_during_a_commit_has_one_version_afterwards
         assert len(set(versions(service))) == 1
         assert check_spans(client.samples[0], 400)[-1] == versions(service)[0]
         assert not (await service.load()).paused
+
+
+async def test_an_update_with_the_version_of_the_present_weights_replaces_them_too():
+    """A trainer may write each update into the same directory, which is the default version."""
+    async with start(SHAPE) as service:
+        for content in (1, 2):
+            service.worker.disk["/weights/x"] = content
+            await commit(service, await stage(service, "x"))
+            sample = (await service.generate(**fields(4)))[0]
+            assert sample.finish.usage.cached_prompt_tokens == 0
+            assert sample.tokens == continuation(SHAPE, PROMPT, 4, seed=3, weights=content)
+
+
+@pytest.mark.parametrize("mode", ["KEEP", "WAIT"])
+async def test_a_pause_during_a_commit_begins_after_it_and_stays(mode):
+    async with start(SHAPE) as service, session(service) as client:
+        await client.submit(0, **fields(60))
+        await client.until(lambda message: message.HasField("outputs"))
+        writing, written = asyncio.Event(), asyncio.Event()
+
+        async def write() -> None:
+            writing.set()
+            await written.wait()
+
+        service.worker.on_commit = write
+        committing = asyncio.ensure_future(update(service, 1))
+        await writing.wait()
+        steps = (await service.load()).counters.steps
+        request = c.PauseRequest(mode=c.PauseMode.Value(f"PAUSE_MODE_{mode}"))
+        pausing = asyncio.ensure_future(service.stub.Pause(request))
+        for _ in range(20):
+            assert (await service.load()).counters.steps == steps  # no step runs while weights are written
+        assert not pausing.done()
+        written.set()
+        await committing
+        await pausing
+        assert (await service.load()).paused
+        await service.stub.Resume(c.ResumeRequest())
+        await client.finished(0)
+        assert check_spans(client.samples[0], 60) == ["", "v1"]
+
+
+async def test_a_pause_that_replaces_that_of_a_commit_stays_after_the_commit():
+    async with start(SHAPE) as service, session(service) as client:
+        service.worker.hold()
+        await client.submit(0, **fields(60))
+        await client.decided(0)
+        update_id = await stage(service, 1, version="v1")
+        committing = asyncio.ensure_future(commit(service, update_id, "WAIT"))
+        await service.until_load(lambda load: load.paused)
+        pausing = asyncio.ensure_future(service.stub.Pause(c.PauseRequest()))
+        while await mode_of(service) is not PauseMode.KEEP:
+            pass
+        service.worker.release()
+        await committing
+        await pausing
+        assert (await service.load()).paused
+        await service.stub.Resume(c.ResumeRequest())
+        await client.finished(0)
+        assert check_spans(client.samples[0], 60) == ["", "v1"]
+
+
+async def test_an_update_whose_caller_leaves_while_it_is_staged_is_forgotten():
+    async with start(SHAPE) as service:
+        reading, read, discarded = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def hold() -> None:
+            reading.set()
+            await read.wait()
+
+        service.worker.on_stage = hold
+        service.worker.on_discard = discarded.set
+        call = service.stub.StageWeights(c.StageWeightsRequest(directory="/weights/1"))
+        await reading.wait()
+        call.cancel()
+        read.set()
+        await discarded.wait()
+        assert service.worker.staged is None
+        service.worker.on_stage = lambda: None
+        assert (await update(service, 2)).weights.version == "v2"
+
+
+async def test_an_update_that_cannot_be_committed_is_forgotten():
+    async with start(SHAPE) as service, session(service) as client:
+        service.worker.hold()
+        await client.submit(0, **fields(10))
+        await client.decided(0)
+        committing = asyncio.ensure_future(update(service, 1, "WAIT"))
+        await service.until_load(lambda load: load.paused)
+        await service.stub.Resume(c.ResumeRequest())
+        with pytest.raises(grpc.aio.AioRpcError, match=r"resumed before"):
+            await committing
+        assert service.worker.staged is None
+        service.worker.release()
+        await client.finished(0)
+
+
+async def test_an_update_of_a_lost_worker_can_be_discarded():
+    async with start(SHAPE) as service:
+        update_id = await stage(service, 1)
+        service.worker.crash()
+        await service.generate(**fields(2))  # on the new connection
+        await service.stub.DiscardWeights(c.DiscardWeightsRequest(update_id=update_id))
+        with pytest.raises(grpc.aio.AioRpcError, match=r"not staged"):
+            await commit(service, update_id)
+
+
+async def test_a_worker_that_is_lost_while_it_reads_an_update_ends_the_call():
+    async with start(SHAPE) as service:
+        reading = asyncio.Event()
+
+        async def hold() -> None:
+            reading.set()
+            await asyncio.Event().wait()
+
+        service.worker.on_stage = hold
+        staging = asyncio.ensure_future(stage(service, 1))
+        await reading.wait()
+        service.worker.crash()
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await staging
+        assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+        service.worker.on_stage = lambda: None
+        await service.until_load(lambda load: load.ready)
+        await update(service, 2)

@@ -145,7 +145,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Pause(self, request: control_pb2.PauseRequest, context: AnyContext) -> control_pb2.PauseResponse:
         mode = _read_mode(request.mode)
         log.info("pause", mode=mode.name.lower(), recompute=request.recompute)
-        aborted = await asyncio.wrap_future(self._hub.engine.pause(mode, recompute=request.recompute))
+        async with self._updates.committing:  # a pause that waits would let requests continue meanwhile
+            pausing = self._hub.engine.pause(mode, recompute=request.recompute)
+        aborted = (await asyncio.wrap_future(pausing)).aborted
         log.info("paused", aborted_samples=aborted)
         return control_pb2.PauseResponse(aborted_samples=aborted)
 

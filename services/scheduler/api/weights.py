@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import structlog
 
+from services.common.boundaries import undo_on_error_async
 from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
 from services.scheduler.api.hub import Hub
 from services.scheduler.core.request import PauseMode
@@ -36,19 +37,21 @@ class WeightUpdates:
         self._link = link
         self._changing = asyncio.Lock()  # held while an update is staged, committed or discarded
         self._staged: _Staged | None = None
-        # Held while workers write weights. Generation is not resumed meanwhile.
+        self._discarding: set[asyncio.Task[None]] = set()
+        # Held while workers write weights. Generation is not resumed meanwhile, and no other pause is requested.
         self.committing = asyncio.Lock()
 
     async def stage(self, directory: str, version: str) -> control_pb2.StageWeightsResponse:
-        """Stage the weights in ``directory`` on all workers. Raises ``TokaError``; then none is staged."""
+        """Stage the weights in ``directory`` on all workers. Raises ``TokaError``; then none is staged.
+
+        If the caller is cancelled, they are forgotten as soon as they have been read.
+        """
         if not 1 <= len(version) <= VERSION_CHARACTERS:
             raise InvalidRequest(f"expected 1 to {VERSION_CHARACTERS} characters", field="version")
-        async with self._changing:
-            self._staged, stream = None, self._connected()
-            update = Update(uuid.uuid4().hex, version, directory)
-            _, size = await asyncio.to_thread(stream.weights.stage, update)
-            self._staged = _Staged(update, stream)
-        log.info("weights staged", version=version, directory=directory, bytes=size)
+        update = Update(uuid.uuid4().hex, version, directory)
+        staging = asyncio.create_task(self._stage(update))
+        async with undo_on_error_async(self._forget_later, staging, update):
+            size = await asyncio.shield(staging)
         return control_pb2.StageWeightsResponse(update_id=update.update_id, bytes=size)
 
     async def commit(self, update_id: str, mode: PauseMode, *, recompute: bool) -> control_pb2.CommitWeightsResponse:
@@ -61,10 +64,9 @@ class WeightUpdates:
     async def discard(self, update_id: str) -> None:
         """Forget a staged update."""
         async with self._changing:
-            staged = self._staged
-            if staged is not None and staged.update.update_id == update_id:
+            if self._staged is not None and self._staged.update.update_id == update_id:
                 self._staged = None
-                await asyncio.to_thread(staged.stream.weights.discard, update_id)
+                await self._forget(update_id)
 
     async def read(self, *, checksums: bool) -> control_pb2.GetWeightsResponse:
         """Return the weights of the replica, and the checksums of each rank. Raises ``TokaError``."""
@@ -74,6 +76,27 @@ class WeightUpdates:
         for address, rank in ranks.items():
             response.ranks.add(address=address, tensors=rank.checksums)
         return response
+
+    async def _stage(self, update: Update) -> int:
+        """Stage ``update``. Return its bytes."""
+        async with self._changing:
+            self._staged, stream = None, self._connected()
+            _, size = await asyncio.to_thread(stream.weights.stage, update)
+            self._staged = _Staged(update, stream)
+        log.info("weights staged", version=update.version, directory=update.directory, bytes=size)
+        return size
+
+    async def _forget_later(self, staging: "asyncio.Task[int]", update: Update) -> None:
+        """Discard ``update`` after ``staging``, whose caller was cancelled."""
+        if not staging.done():
+            task = asyncio.create_task(self.discard(update.update_id))  # it takes the lock after ``staging``
+            self._discarding.add(task)
+            task.add_done_callback(self._discarding.discard)
+
+    async def _forget(self, update_id: str) -> None:
+        """Make the connected workers forget an update."""
+        if (stream := self._link.stream) is not None:
+            await asyncio.to_thread(stream.weights.discard, update_id)
 
     async def _commit(self, update_id: str, mode: PauseMode, *, recompute: bool) -> control_pb2.CommitWeightsResponse:
         async with self._changing:
@@ -85,19 +108,18 @@ class WeightUpdates:
                     field="update_id",
                 )
             self._staged = None
-            was_paused = await self._hub.ask(lambda core: core.state.queue.pause is not None)
-            pausing = engine.pause(None if was_paused else mode, recompute=recompute)
-            aborted = await asyncio.wrap_future(pausing)
-            began_ns = time.perf_counter_ns()
-            try:
-                async with self.committing:
-                    weights = await self._write(staged)
-            finally:
-                if not was_paused:
-                    await asyncio.wrap_future(engine.resume())
-        paused_ns = 0 if was_paused else time.perf_counter_ns() - began_ns
+            async with undo_on_error_async(self._forget, update_id):
+                pause = await asyncio.wrap_future(engine.pause(mode, recompute=recompute, join=True))
+                began_ns = time.perf_counter_ns()
+                try:
+                    async with self.committing:
+                        weights = await self._write(staged)
+                finally:
+                    resuming = engine.resume(pause)
+                await asyncio.wrap_future(resuming)
+        paused_ns = 0 if pause.joined else time.perf_counter_ns() - began_ns
         log.info("weights committed", version=weights.version, paused_ms=round(paused_ns * 1e-6))
-        return control_pb2.CommitWeightsResponse(weights=weights, aborted_samples=aborted, paused_ns=paused_ns)
+        return control_pb2.CommitWeightsResponse(weights=weights, aborted_samples=pause.aborted, paused_ns=paused_ns)
 
     async def _write(self, staged: _Staged) -> weights_pb2.Weights:
         """Write staged weights on all workers, while the core is paused."""

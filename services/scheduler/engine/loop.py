@@ -22,7 +22,7 @@ from services.scheduler.engine.events import Events, PlanEvent, Rejected
 from services.scheduler.engine.inbox import Call, Inbox
 from services.scheduler.engine.load import read_load
 from services.scheduler.engine.pace import Pace
-from services.scheduler.engine.pauses import Pauses
+from services.scheduler.engine.pauses import Pause, Pauses
 from services.scheduler.engine.planning_timeout import PlanningTimeout
 from services.scheduler.engine.stats import Stats
 from services.scheduler.engine.statsd import Statsd
@@ -140,19 +140,19 @@ class EngineLoop:
     def worker_missing(self, reason: str) -> None:
         self.post(lambda: self._miss(reason))
 
-    def pause(self, mode: PauseMode | None, *, recompute: bool = False) -> Future[int]:
-        """Pause the core. The future completes when the pause has begun, with the number of samples that it ended.
+    def pause(self, mode: PauseMode, *, recompute: bool = False, join: bool = False) -> Future[Pause]:
+        """Pause the core. The future completes when the pause has begun.
 
-        ``mode`` None stands for the pause that was requested before. The future fails with ``FailedPrecondition`` if
-        the core is resumed before.
+        With ``join``, a pause that was requested before is left as it is. The future fails with ``FailedPrecondition``
+        if the core is resumed before.
         """
-        began: Future[int] = Future()
-        self.post(lambda: self._pauses.request(self._core, mode, recompute=recompute, began=began))
+        began: Future[Pause] = Future()
+        self.post(lambda: self._pauses.request(self._core, mode, recompute=recompute, join=join, began=began))
         return began
 
-    def resume(self) -> Future[None]:
-        """Resume the core."""
-        return self.ask(self._pauses.resume)
+    def resume(self, pause: Pause | None = None) -> Future[None]:
+        """Resume the core. With ``pause``, only if no other caller has requested a pause that should last."""
+        return self.ask(lambda core: self._pauses.resume(core, pause))
 
     def drain(self) -> None:
         """Refuse new requests with ``DRAINING`` from now on. Accepted requests continue."""

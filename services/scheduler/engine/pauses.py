@@ -1,6 +1,7 @@
 """Callers that wait until a pause begins."""
 
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from services.common.boundaries import errors_to
 from services.common.errors import FailedPrecondition
@@ -8,32 +9,45 @@ from services.scheduler.core.request import PauseMode
 from services.scheduler.core.scheduler import Scheduler
 
 
+class Pause(NamedTuple):
+    """A pause that a call requested or joined."""
+
+    number: int  # of the last request of a pause
+    aborted: int  # samples that it ended
+    joined: bool  # another call requested it
+
+
 class Pauses:
     """The calls of ``pause`` whose pause has not begun. Used by the step loop."""
 
     def __init__(self) -> None:
-        self._calls: list[tuple[Future[int], int]] = []  # and the samples that each ended
+        self._calls: list[tuple[Future[Pause], Pause]] = []
+        self._number = 0  # requests of pauses so far
 
-    def request(self, core: Scheduler, mode: PauseMode | None, *, recompute: bool, began: Future[int]) -> None:
-        """Pause ``core``. ``began`` gets the number of samples that this ended, when the pause has begun.
-
-        ``mode`` None stands for the pause that was requested before.
-        """
+    def request(self, core: Scheduler, mode: PauseMode, *, recompute: bool, join: bool, began: Future[Pause]) -> None:
+        """Pause ``core``, unless it is paused and ``join`` is true. ``began`` completes when the pause has begun."""
         if began.set_running_or_notify_cancel():
             with errors_to(began.set_exception):
-                if mode is None and core.state.queue.pause is None:
-                    raise _resumed()
-                self._calls.append((began, 0 if mode is None else core.pause(mode, recompute=recompute)))
+                joined, aborted = join and core.state.queue.pause is not None, 0
+                if not joined:
+                    aborted = core.pause(mode, recompute=recompute)
+                    self._number += 1
+                self._calls.append((began, Pause(self._number, aborted, joined)))
 
     def complete(self, core: Scheduler) -> None:
         """Complete the calls if the pause has begun."""
         if self._calls and core.is_paused:
-            for began, ended in self._calls:
-                began.set_result(ended)
+            for began, pause in self._calls:
+                began.set_result(pause)
             self._calls.clear()
 
-    def resume(self, core: Scheduler) -> None:
-        """Resume ``core``, and fail the calls."""
+    def resume(self, core: Scheduler, pause: Pause | None = None) -> None:
+        """Resume ``core``, and fail the calls.
+
+        With ``pause``, do nothing if another call requested that pause or a later one.
+        """
+        if pause is not None and (pause.joined or pause.number != self._number):
+            return
         core.resume()
         for began, _ in self._calls:
             began.set_exception(_resumed())

@@ -72,6 +72,7 @@ class WorkerLink:
         self._started_at = 0.0
         self._stopping = threading.Event()
         self._calls: list[grpc.RpcContext] = []  # calls in which threads block
+        self._weights: WorkerWeights | None = None  # of the last connection
         self.stream: WorkerStream | None = None  # the current one
         self.committed = weights_pb2.Weights()  # the last known weights of the workers
         self._thread = threading.Thread(target=self._run, name="worker-link", daemon=True)
@@ -86,6 +87,8 @@ class WorkerLink:
         if (stream := self.stream) is not None:
             stream.finish()
             self._thread.join(_STOP_TIMEOUT_S)
+        if (weights := self._weights) is not None:
+            weights.close()
         for call in self._calls:
             call.cancel()  # closing channels during calls would not be safe
         self._thread.join()
@@ -148,7 +151,10 @@ class WorkerLink:
                 self._check(info)
                 plans = min(self._plans_in_flight, info.max_plans_in_flight)
                 ranks = [RankStream(address, reports=is_reporter(each)) for address, each in infos.items()]
-                weights = WorkerWeights(stubs, self._registered)
+                weights = self._weights = WorkerWeights(stubs)
+                channels.callback(weights.close)
+                if self._stopping.is_set():
+                    weights.close()
                 self.committed = restore(weights, infos, self.committed)
                 stream = WorkerStream(info, plans, ranks, self._events, weights, self.committed.version)
                 heartbeats = [WorkerHeartbeat(address, channel, self._dialer) for address, channel in opened.items()]

@@ -1,5 +1,6 @@
 """Calls about weights to all workers of a replica."""
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,10 +32,11 @@ class Update(NamedTuple):
 class WorkerWeights:
     """The weights of the workers on one connection. The methods block, and any thread may call them."""
 
-    def __init__(self, stubs: Stubs, register: Callable[[grpc.RpcContext], object]) -> None:
-        """``register`` gets each call, and cancels it when the connection ends."""
+    def __init__(self, stubs: Stubs) -> None:
         self._stubs = stubs
-        self._register = register
+        self._lock = threading.Lock()  # protects the next two fields
+        self._calls: set[grpc.RpcContext] = set()  # in which threads block
+        self._closed = False
 
     def stage(self, update: Update) -> tuple[int, int]:
         """Stage ``update`` on all workers. Return its fingerprint, and its bytes in the memory of all hosts.
@@ -66,6 +68,14 @@ class WorkerWeights:
         weights: weights_pb2.Weights = next(iter(committed.values())).weights
         return weights
 
+    def close(self) -> None:
+        """Cancel all calls, and fail later ones. The channels may be closed afterwards."""
+        with self._lock:
+            self._closed = True
+            calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+
     def discard(self, update_id: str) -> None:
         """Forget an update on all workers, as far as they can be called."""
         request = worker_weights_pb2.DiscardWeightsRequest(update_id=update_id)
@@ -86,9 +96,11 @@ class WorkerWeights:
     def _gather(
         self, method: Callable[[Any], Any], request: object, timeout_s: float
     ) -> tuple[dict[str, Any], TokaError | None]:
-        calls = {address: method(stub).future(request, timeout=timeout_s) for address, stub in self._stubs.items()}
-        for call in calls.values():
-            self._register(call)
+        with self._lock:
+            if self._closed:
+                return {}, Unavailable("the connection to the workers has ended; try again")
+            calls = {address: method(stub).future(request, timeout=timeout_s) for address, stub in self._stubs.items()}
+            self._calls.update(calls.values())
         responses: dict[str, Any] = {}
         first: TokaError | None = None
         for address, call in calls.items():
@@ -98,6 +110,8 @@ class WorkerWeights:
                 found = from_rpc_error(error) if isinstance(error, grpc.RpcError) else Unavailable("disconnected")
                 found.message = f"worker {address}: {found.message}"
                 first = first or found
+        with self._lock:
+            self._calls.difference_update(calls.values())
         return responses, first
 
 
