@@ -63,7 +63,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def StageWeights(
         self, request: worker_weights_pb2.StageWeightsRequest, context: grpc.ServicerContext
     ) -> worker_weights_pb2.StageWeightsResponse:
-        staged = self._ready_weights().stage(request.update_id, request.version, request.directory)
+        weights = self._ready_weights()
+        staged = weights.stage(request.update_id, request.version, request.directory)
+        if not context.is_active():  # the caller has left, and nothing else would discard the update
+            weights.discard(request.update_id)
         return worker_weights_pb2.StageWeightsResponse(
             tensors=len(staged.tensors), bytes=staged.nbytes, fingerprint=staged.fingerprint
         )
@@ -84,8 +87,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_weights_pb2.GetWeightsRequest, context: grpc.ServicerContext
     ) -> worker_weights_pb2.GetWeightsResponse:
         weights = self._ready_weights()
-        response = worker_weights_pb2.GetWeightsResponse(weights=weights_pb2.Weights(**weights.version._asdict()))
-        for name, checksum in weights.checksums() if request.checksums else ():
+        version, checksums = weights.checksums() if request.checksums else (weights.version, [])
+        response = worker_weights_pb2.GetWeightsResponse(weights=weights_pb2.Weights(**version._asdict()))
+        for name, checksum in checksums:
             response.checksums.add(name=name, blake2b=checksum)
         return response
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import structlog
 
 from services.common.boundaries import errors_to
-from services.common.errors import FailedPrecondition, Internal, InvalidRequest, TokaError
+from services.common.errors import FailedPrecondition, Internal, InvalidRequest, TokaError, Unavailable
 from services.common.plan.codec import decode_plan, encode_result
 from services.common.process.tracing import Tracing
 from services.worker.boot.common import Booted
@@ -47,7 +47,9 @@ class Engine:
         self._boot = boot
         self._traces = PrefillTraces(tracing) if tracing is not None else None  # used by the compute thread
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # protects the next three fields and the order of ``_work``
+        self._lock = threading.Lock()  # protects the next five fields and the order of ``_work``
+        self._alone: list[Future[None]] = []  # calls of ``run_alone``
+        self._over = False  # the compute thread runs no more calls
         self._queued_plans = 0
         self._sender: Client | None = None  # the client whose plans are accepted
         self._received = 0  # plans of the sender
@@ -100,7 +102,8 @@ class Engine:
     def run_alone(self, call: Callable[[], None]) -> "Future[None]":
         """Run ``call`` in the compute thread, after the plans that were submitted. Return the future of its end.
 
-        An exception also ends the thread: the state of the device is unknown then.
+        An exception also ends the thread: the state of the device is unknown then. The future fails with
+        ``Unavailable`` if the thread has ended, or ends before the call.
         """
         done: Future[None] = Future()
 
@@ -112,7 +115,12 @@ class Engine:
                 raise
             done.set_result(None)
 
-        self._work.put(run)
+        with self._lock:
+            if not self._over:
+                self._alone = [each for each in self._alone if not each.done()] + [done]
+                self._work.put(run)
+                return done
+        done.set_exception(_has_ended())
         return done
 
     def finish(self, client: Client) -> None:
@@ -161,6 +169,7 @@ class Engine:
             answering.join()
             if self._broken is not None:
                 raise self._broken
+        self._fail_alone()
         if errors and self._group is not None:
             self.end(self._group.cause(errors[0]))  # the process exits, so the runner stays open
             return
@@ -168,6 +177,14 @@ class Engine:
             if made is not None and self._broken is None:
                 made.runner.close()
         self.end(errors[0] if errors else None)
+
+    def _fail_alone(self) -> None:
+        """Fail the calls of ``run_alone`` that the thread has not run, because it ends."""
+        with self._lock:
+            self._over = True
+        for done in self._alone:
+            if not done.done():
+                done.set_exception(_has_ended())
 
     def _stop_receiving(self, client: Client | None, *, refused: bool = False) -> None:
         """Accept no more plans from ``client``, and report to the other ranks how many run here. Holds the lock.
@@ -256,6 +273,10 @@ class Engine:
         self._broken = error
         self._work.put(None)
         log.error("cannot send the result of a step", exc_info=error)
+
+
+def _has_ended() -> Unavailable:
+    return Unavailable("the compute thread of the worker has ended")
 
 
 def _settle(future: "asyncio.Future[Any]", value: object, error: BaseException | None) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import structlog
 import torch
 
-from services.common.errors import FailedPrecondition, Internal, InvalidRequest, PermissionDenied
+from services.common.errors import FailedPrecondition, Internal, InvalidRequest, PermissionDenied, Unavailable
 from services.worker.boot.common import Loaded
 from services.worker.models.base import Staged
 from services.worker.runner.base import Runner
@@ -75,7 +75,8 @@ class ModelWeights:
     def commit(self, update_id: str) -> WeightsVersion:
         """Write the staged weights over the present ones, between two steps.
 
-        Raises ``FailedPrecondition`` if the update is not staged, and ``Internal`` if the worker must end.
+        Raises ``FailedPrecondition`` if the update is not staged, ``Unavailable`` if the worker ends before it is
+        written, and ``Internal`` if the worker must end.
         """
         with self._changing:
             update, self._staged = self._staged, None
@@ -89,6 +90,8 @@ class ModelWeights:
 
             try:
                 self._run_alone(write).result()
+            except Unavailable:  # nothing was written
+                raise
             except Exception as error:
                 raise Internal(f"the weights were written in part ({error!r}); the worker ends") from error
             fingerprint = update.staged.fingerprint
@@ -102,13 +105,11 @@ class ModelWeights:
             if self._staged is not None and self._staged.update_id == update_id:
                 self._staged = None
 
-    def checksums(self) -> Iterator[tuple[str, str]]:
-        """Yield name and checksum of each tensor, in the order of names, as they are between two updates."""
+    def checksums(self) -> tuple[WeightsVersion, list[tuple[str, str]]]:
+        """Return the version, and name and checksum of each tensor in the order of names, between two updates."""
         with self._changing:
             state = self._loaded.model.state_dict()
-            for name in sorted(state):
-                content = state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-                yield name, hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).hexdigest()
+            return self.version, [(name, _checksum(state[name])) for name in sorted(state)]
 
     def _permitted(self, directory: str) -> Path:
         """Return the resolved ``directory``. Raises ``PermissionDenied`` and ``InvalidRequest``."""
@@ -119,10 +120,21 @@ class ModelWeights:
         path = Path(directory)
         if len(directory) > _MOST_CHARACTERS or "\0" in directory or not path.is_absolute():
             raise InvalidRequest("expected an absolute path", field="directory")
-        path = path.resolve()
+        try:
+            path = path.resolve()
+            is_directory = path.is_dir()
+        except (OSError, RuntimeError, ValueError) as error:  # a name is too long, links form a loop, or its encoding
+            raise InvalidRequest(
+                f"{directory[:256]} is no path on the worker's host: {error}", field="directory"
+            ) from error
         if not any(path.is_relative_to(each) for each in self._directories):
             allowed = ", ".join(map(str, self._directories))
             raise PermissionDenied(f"{directory} is not inside of weight_directories={allowed}")
-        if not path.is_dir():
+        if not is_directory:
             raise InvalidRequest(f"{directory} is no directory on the worker's host", field="directory")
         return path
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).hexdigest()
