@@ -151,3 +151,14 @@ async def test_prompts_after_a_reset_of_the_cache_are_computed_again(service):
     assert (await service.stub.ResetPrefixCache(c.ResetPrefixCacheRequest())).freed_pages > 0
     assert (await service.load()).cached_pages == 0
     assert await cached() == 0
+
+
+async def test_a_resume_that_names_a_pause_leaves_a_later_one(service):
+    first = await service.stub.Pause(c.PauseRequest())
+    second = await service.stub.Pause(c.PauseRequest())
+    await service.stub.Resume(c.ResumeRequest(pause=first.pause))
+    assert (await service.load()).paused
+    await service.stub.Resume(c.ResumeRequest(pause=second.pause))
+    assert not (await service.load()).paused
+    assert (await service.stub.Pause(c.PauseRequest())).pause > second.pause
+    await resume(service)

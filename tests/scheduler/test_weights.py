@@ -1,16 +1,21 @@
 """StageWeights, CommitWeights, DiscardWeights and GetWeights: new weights under load, and workers that are lost."""
 
 import asyncio
+import weakref
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
+from services.common.errors import Unavailable
 from services.scheduler.core.request import PauseMode
+from services.scheduler.workers.weights import WorkerWeights
 from tests.fakes.model import FakeShape, continuation
 from tests.fakes.worker import FakeReplica
 from tests.scheduler.service import PROMPT, Service, session, start
 from tokasaurus.scheduler.v1 import control_pb2 as c
 from tokasaurus.scheduler.v1 import generate_pb2 as g
+from tokasaurus.worker.v1 import weights_pb2 as w
 
 SHAPE = FakeShape(max_slots=4)
 
@@ -366,3 +371,26 @@ async def test_a_worker_that_is_lost_while_it_reads_an_update_ends_the_call():
         service.worker.on_stage = lambda: None
         await service.until_load(lambda load: load.ready)
         await update(service, 2)
+
+
+class Call:
+    """A call of a worker that has ended."""
+
+    def result(self) -> w.GetWeightsResponse:
+        return w.GetWeightsResponse()
+
+
+def test_calls_that_have_ended_are_not_kept():
+    """The results of a call, such as checksums, would stay in memory with it."""
+    calls = weakref.WeakSet()
+
+    def call(request, timeout) -> Call:
+        calls.add(made := Call())
+        return made
+
+    weights = WorkerWeights({"address": SimpleNamespace(GetWeights=SimpleNamespace(future=call))})
+    weights.read(checksums=True)
+    assert not calls
+    weights.close()
+    with pytest.raises(Unavailable, match="has ended"):
+        weights.read(checksums=False)

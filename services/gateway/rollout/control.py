@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from services.common.boundaries import undo_on_error_async
 from services.common.errors import TokaError
 from services.gateway.engine.each_scheduler import call_all, call_each
 from services.gateway.engine.fleet import Fleet
@@ -24,9 +25,7 @@ async def pause(fleet: Fleet, mode: PauseMode, *, recompute: bool = False) -> in
 
     Raises the error of a scheduler. The others are paused then: resume, or pause again.
     """
-    request = control_pb2.PauseRequest(mode=_MODES[mode], recompute=recompute)
-    responses = await call_all(fleet, lambda stub: stub.Pause, request, since=_SINCE, timeout_s=None)
-    return sum(each.aborted_samples for each in responses)
+    return sum(each.aborted_samples for each in await _pause(fleet, mode, recompute=recompute))
 
 
 async def resume(fleet: Fleet) -> None:
@@ -92,17 +91,26 @@ async def read_weights(fleet: Fleet, *, checksums: bool) -> list[dict[str, Any]]
     return found
 
 
+async def _pause(fleet: Fleet, mode: PauseMode, *, recompute: bool = False) -> list[control_pb2.PauseResponse]:
+    request = control_pb2.PauseRequest(mode=_MODES[mode], recompute=recompute)
+    return await call_all(fleet, lambda stub: stub.Pause, request, since=_SINCE, timeout_s=None)
+
+
 async def _commit(fleet: Fleet, ids: Sequence[str], mode: PauseMode) -> str:
     """Commit an update at each scheduler, ``ids`` in their order, while all are paused. Return its version."""
-    was_paused = await is_paused(fleet)
-    try:
-        if not was_paused:
-            await pause(fleet, mode)
-        committing = [control_pb2.CommitWeightsRequest(update_id=each) for each in ids]
-        committed = await call_all(fleet, lambda stub: stub.CommitWeights, committing, since=_SINCE, timeout_s=None)
-    finally:
-        if not was_paused:
-            await resume(fleet)
+    async with undo_on_error_async(_discard, fleet, ids):
+        was_paused = await is_paused(fleet)
+        resuming = [control_pb2.ResumeRequest()] * len(ids)
+        try:
+            if not was_paused:
+                paused = await _pause(fleet, mode)
+                # Only the pauses of this update end with it.
+                resuming = [control_pb2.ResumeRequest(pause=each.pause) for each in paused]
+            committing = [control_pb2.CommitWeightsRequest(update_id=each) for each in ids]
+            committed = await call_all(fleet, lambda stub: stub.CommitWeights, committing, since=_SINCE, timeout_s=None)
+        finally:
+            if not was_paused:
+                await call_all(fleet, lambda stub: stub.Resume, resuming, since=_SINCE)
     version: str = committed[0].weights.version
     return version
 

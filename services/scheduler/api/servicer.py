@@ -147,14 +147,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         log.info("pause", mode=mode.name.lower(), recompute=request.recompute)
         async with self._updates.committing:  # a pause that waits would let requests continue meanwhile
             pausing = self._hub.engine.pause(mode, recompute=request.recompute)
-        aborted = (await asyncio.wrap_future(pausing)).aborted
-        log.info("paused", aborted_samples=aborted)
-        return control_pb2.PauseResponse(aborted_samples=aborted)
+        pause = await asyncio.wrap_future(pausing)
+        log.info("paused", aborted_samples=pause.aborted)
+        return control_pb2.PauseResponse(aborted_samples=pause.aborted, pause=pause.number)
 
     async def Resume(self, request: control_pb2.ResumeRequest, context: AnyContext) -> control_pb2.ResumeResponse:
+        number = request.pause if request.HasField("pause") else None
         async with self._updates.committing:
-            await asyncio.wrap_future(self._hub.engine.resume())
-        log.info("resumed")
+            resumed = await asyncio.wrap_future(self._hub.engine.resume(number))
+        log.info("resumed" if resumed else "another pause stays")
         return control_pb2.ResumeResponse()
 
     async def AbortRequests(

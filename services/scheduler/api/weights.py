@@ -115,7 +115,7 @@ class WeightUpdates:
                     async with self.committing:
                         weights = await self._write(staged)
                 finally:
-                    resuming = engine.resume(pause)
+                    resuming = engine.resume(pause.number)
                 await asyncio.wrap_future(resuming)
         paused_ns = 0 if pause.joined else time.perf_counter_ns() - began_ns
         log.info("weights committed", version=weights.version, paused_ms=round(paused_ns * 1e-6))

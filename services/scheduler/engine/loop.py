@@ -150,9 +150,9 @@ class EngineLoop:
         self.post(lambda: self._pauses.request(self._core, mode, recompute=recompute, join=join, began=began))
         return began
 
-    def resume(self, pause: Pause | None = None) -> Future[None]:
-        """Resume the core. With ``pause``, only if no other caller has requested a pause that should last."""
-        return self.ask(lambda core: self._pauses.resume(core, pause))
+    def resume(self, number: int | None = None) -> Future[bool]:
+        """Resume the core, and return true. With ``number``, only if the pause of this number is the last."""
+        return self.ask(lambda core: self._pauses.resume(core, number))
 
     def drain(self) -> None:
         """Refuse new requests with ``DRAINING`` from now on. Accepted requests continue."""

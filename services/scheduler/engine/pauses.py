@@ -12,9 +12,13 @@ from services.scheduler.core.scheduler import Scheduler
 class Pause(NamedTuple):
     """A pause that a call requested or joined."""
 
-    number: int  # of the last request of a pause
+    number: int  # requests of pauses so far, or 0 if another call requested it
     aborted: int  # samples that it ended
-    joined: bool  # another call requested it
+
+    @property
+    def joined(self) -> bool:
+        """True if another call requested the pause."""
+        return not self.number
 
 
 class Pauses:
@@ -32,7 +36,7 @@ class Pauses:
                 if not joined:
                     aborted = core.pause(mode, recompute=recompute)
                     self._number += 1
-                self._calls.append((began, Pause(self._number, aborted, joined)))
+                self._calls.append((began, Pause(0 if joined else self._number, aborted)))
 
     def complete(self, core: Scheduler) -> None:
         """Complete the calls if the pause has begun."""
@@ -41,17 +45,18 @@ class Pauses:
                 began.set_result(pause)
             self._calls.clear()
 
-    def resume(self, core: Scheduler, pause: Pause | None = None) -> None:
-        """Resume ``core``, and fail the calls.
+    def resume(self, core: Scheduler, number: int | None = None) -> bool:
+        """Resume ``core``, fail the calls, and return true.
 
-        With ``pause``, do nothing if another call requested that pause or a later one.
+        With ``number``, do nothing and return false unless the pause of this number is the last.
         """
-        if pause is not None and (pause.joined or pause.number != self._number):
-            return
+        if number not in (None, self._number):
+            return False
         core.resume()
         for began, _ in self._calls:
             began.set_exception(_resumed())
         self._calls.clear()
+        return True
 
 
 def _resumed() -> FailedPrecondition:

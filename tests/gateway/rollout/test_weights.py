@@ -95,3 +95,28 @@ def test_a_wrong_update_names_the_field_and_changes_nothing(trained, body, field
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), refused.text
     assert get(trained, "/weights") == before
     assert get(trained, "/is_paused") == {"is_paused": False}
+
+
+def test_a_pause_during_an_update_stays(trained):
+    """The update waits for the steps of a long request, and the pause comes before its commit or after it."""
+    with ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(trained.complete, **SEEDED, max_tokens=40)
+        eventually(lambda: running(trained) == 1)
+        updating = pool.submit(update, trained, 8)
+        post(trained, "/pause?mode=keep")
+        updating.result(PATIENCE_S)
+        assert get(trained, "/is_paused") == {"is_paused": True}
+        post(trained, "/resume")
+        assert answer.result(PATIENCE_S).status_code == 200
+
+
+def test_of_updates_at_the_same_time_one_succeeds_and_generation_continues(trained):
+    def attempt(number: int) -> int:
+        body = {"model_path": f"/weights/{number}"}
+        return httpx.post(trained.url + "/update_weights_from_disk", json=body, timeout=PATIENCE_S).status_code
+
+    with ThreadPoolExecutor(4) as pool:
+        statuses = list(pool.map(attempt, range(11, 15)))
+    assert set(statuses) <= {200, 409}
+    assert get(trained, "/is_paused") == {"is_paused": False}
+    assert trained.complete(**SEEDED, max_tokens=4).status_code == 200
