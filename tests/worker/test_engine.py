@@ -383,23 +383,13 @@ async def test_a_loss_ends_an_engine_whose_step_does_not_end(engine, ended, runn
         may_end.set()
 
 
-async def test_a_call_between_two_steps_fails_when_the_engine_has_ended(engine, ended, runner):
-    """One waits behind the end of the thread, and one comes later."""
-    client, running = Listener(), threading.Event()
-    engine.open(client)
-
-    def run() -> None:
-        running.set()
-        client.goes_on.wait(SECONDS)
-
-    client.goes_on = threading.Event()
-    first = engine.run_alone(run)
-    assert await asyncio.to_thread(running.wait, SECONDS)
+async def test_a_call_between_two_steps_fails_when_the_engine_has_ended(engine, ended):
+    goes_on = threading.Event()
+    engine.run_alone(lambda: goes_on.wait(SECONDS) and None)
     engine.stop()
-    second = engine.run_alone(lambda: None)
-    client.goes_on.set()
+    waiting = engine.run_alone(lambda: None)
+    goes_on.set()
     await asyncio.wait((ended,), timeout=SECONDS)
-    first.result(SECONDS)
-    for late in (second, engine.run_alone(lambda: None)):
+    for each in (waiting, engine.run_alone(lambda: None)):
         with pytest.raises(Unavailable, match="has ended"):
-            late.result(SECONDS)
+            each.result(SECONDS)

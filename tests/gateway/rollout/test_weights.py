@@ -2,13 +2,20 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
 
+import grpc
 import httpx
 import pytest
 
+from services.common.errors import Unavailable
+from services.gateway.rollout import control
 from tests.fakes.model import FakeShape, continuation
 from tests.gateway.deployment import PATIENCE_S, eventually
 from tests.gateway.rollout.conftest import get, post, running
+from tokasaurus.scheduler.v1 import control_pb2 as c
+from tokasaurus.scheduler.v1 import observe_pb2 as o
 
 SEEDED = {"prompt": [40, 41, 42], "temperature": 1.0, "seed": 5, "ignore_eos": True, "return_token_ids": True}
 
@@ -97,17 +104,39 @@ def test_a_wrong_update_names_the_field_and_changes_nothing(trained, body, field
     assert get(trained, "/is_paused") == {"is_paused": False}
 
 
-def test_a_pause_during_an_update_stays(trained):
-    """The update waits for the steps of a long request, and the pause comes before its commit or after it."""
-    with ThreadPoolExecutor(2) as pool:
-        answer = pool.submit(trained.complete, **SEEDED, max_tokens=40)
-        eventually(lambda: running(trained) == 1)
-        updating = pool.submit(update, trained, 8)
-        post(trained, "/pause?mode=keep")
-        updating.result(PATIENCE_S)
-        assert get(trained, "/is_paused") == {"is_paused": True}
-        post(trained, "/resume")
-        assert answer.result(PATIENCE_S).status_code == 200
+class Scheduler:
+    """A scheduler that is not paused. It writes down the calls, and its commits fail with ``error``."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.stub, self.address, self.error = self, "address", error
+        self.calls: list[tuple[str, object]] = []
+
+    def metadata(self) -> None:
+        return None
+
+    def __getattr__(self, method: str):
+        async def call(request, metadata, timeout):
+            self.calls.append((method, request))
+            if method == "CommitWeights" and self.error is not None:
+                raise self.error
+            return {
+                "StageWeights": c.StageWeightsResponse(update_id="u"),
+                "GetLoad": o.GetLoadResponse(),
+                "Pause": c.PauseResponse(pause=7),
+                "CommitWeights": c.CommitWeightsResponse(),
+            }.get(method)
+
+        return call
+
+
+@pytest.mark.parametrize("error", [None, grpc.aio.UsageError()])
+async def test_an_update_ends_only_its_own_pauses_and_leaves_nothing_staged(error):
+    scheduler = Scheduler(error)
+    fleet = SimpleNamespace(replicas=[scheduler])
+    with nullcontext() if error is None else pytest.raises(Unavailable):
+        await control.update_weights(fleet, "/weights/1", None, "keep")
+    assert ("Resume", c.ResumeRequest(pause=7)) in scheduler.calls
+    assert (("DiscardWeights", c.DiscardWeightsRequest(update_id="u")) in scheduler.calls) is (error is not None)
 
 
 def test_of_updates_at_the_same_time_one_succeeds_and_generation_continues(trained):
