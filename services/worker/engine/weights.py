@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 import torch
@@ -136,5 +136,5 @@ class ModelWeights:
 
 
 def _checksum(tensor: torch.Tensor) -> str:
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    content: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()  # not typed as a buffer
     return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).hexdigest()
