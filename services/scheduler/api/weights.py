@@ -37,7 +37,7 @@ class WeightUpdates:
         self._link = link
         self._changing = asyncio.Lock()  # held while an update is staged, committed or discarded
         self._staged: _Staged | None = None
-        self._discarding: set[asyncio.Task[None]] = set()
+        self._discarding: set[asyncio.Task[None]] = set()  # a task without a reference may be collected
         # Held while workers write weights. Generation is not resumed meanwhile, and no other pause is requested.
         self.committing = asyncio.Lock()
 
@@ -50,7 +50,7 @@ class WeightUpdates:
             raise InvalidRequest(f"expected 1 to {VERSION_CHARACTERS} characters", field="version")
         update = Update(uuid.uuid4().hex, version, directory)
         staging = asyncio.create_task(self._stage(update))
-        async with undo_on_error_async(self._forget_later, staging, update):
+        async with undo_on_error_async(self._forget_later, update):
             size = await asyncio.shield(staging)
         return control_pb2.StageWeightsResponse(update_id=update.update_id, bytes=size)
 
@@ -86,12 +86,11 @@ class WeightUpdates:
         log.info("weights staged", version=update.version, directory=update.directory, bytes=size)
         return size
 
-    async def _forget_later(self, staging: "asyncio.Task[int]", update: Update) -> None:
-        """Discard ``update`` after ``staging``, whose caller was cancelled."""
-        if not staging.done():
-            task = asyncio.create_task(self.discard(update.update_id))  # it takes the lock after ``staging``
-            self._discarding.add(task)
-            task.add_done_callback(self._discarding.discard)
+    async def _forget_later(self, update: Update) -> None:
+        """Discard ``update`` when it has been staged. Its caller has left."""
+        task = asyncio.create_task(self.discard(update.update_id))  # it takes the lock after the task that stages it
+        self._discarding.add(task)
+        task.add_done_callback(self._discarding.discard)
 
     async def _forget(self, update_id: str) -> None:
         """Make the connected workers forget an update."""
