@@ -14,10 +14,11 @@ from services.worker.step.slots import SlotTable
 from tests.worker.scheduler import admission, status_of
 from tests.worker.test_generation import greedy, prompt_of
 from tests.worker.test_grammars import END
+from tokasaurus.common.v1 import weights_pb2
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
 
-async def test_worker_info_says_what_plans_must_fit_into(connect):
+async def test_worker_info_says_what_plans_must_fit_into(connect, checkpoint):
     info = await (await connect()).info()
     facts = {field.name: value for field, value in info.ListFields()}
     assert facts.pop("incarnation_id")
@@ -26,7 +27,7 @@ async def test_worker_info_says_what_plans_must_fit_into(connect):
     one = worker_pb2.Rank(rank=0, size=1)
     assert facts == {
         "model": "llama",
-        "contract_version": "2.1",
+        "contract_version": "2.2",
         "page_size": 16,
         "page_count": 256,
         "max_slots": 8,
@@ -44,6 +45,7 @@ async def test_worker_info_says_what_plans_must_fit_into(connect):
         "pipeline_parallel": one,
         "device": "cpu",
         "dtype": "float32",
+        "weights": weights_pb2.Weights(directory=str(checkpoint())),
     }
 
 

@@ -72,7 +72,7 @@ POINTS = {
     "scored": (Results, "_output_scores", lambda self, request, scored: _is_bad(request)),
     "let go of": (StopMatcher, "release", lambda self, automaton: _is_of_bad(automaton)),
     "interrupted": (Lifecycle, "_copy_tokens", lambda self, sample: _is_bad(sample.request)),
-    "ended": (lifecycle, "finish_of", lambda ending: _is_bad(ending.sample.request) and ending.error is None),
+    "ended": (lifecycle, "finish_of", lambda ending, version: _is_bad(ending.sample.request) and ending.error is None),
 }
 
 
@@ -151,7 +151,7 @@ def test_output_that_cannot_be_delivered_ends_only_its_request():
 
 
 def test_an_error_while_a_thousand_samples_end_is_reported_once(break_at):
-    raised = break_at(lifecycle, "finish_of", lambda ending: _is_bad(ending.sample.request))
+    raised = break_at(lifecycle, "finish_of", lambda ending, version: _is_bad(ending.sample.request))
     driver = Driver(SHAPE)
     bad = driver.submit([7] * 9, n=1000, max_tokens=4, cache_salt="bad")
     driver.run()
@@ -161,7 +161,7 @@ def test_an_error_while_a_thousand_samples_end_is_reported_once(break_at):
 
 
 def test_an_error_while_requests_are_cancelled_without_a_worker_is_not_kept(break_at):
-    break_at(lifecycle, "finish_of", lambda ending: _is_bad(ending.sample.request))
+    break_at(lifecycle, "finish_of", lambda ending, version: _is_bad(ending.sample.request))
     driver = Driver(SHAPE)
     bad = driver.submit([7] * 9, n=3, max_tokens=4, cache_salt="bad")
     driver.core.detach()
