@@ -102,6 +102,8 @@ async def _commit(fleet: Fleet, ids: Sequence[str], mode: PauseMode) -> str:
         was_paused = await is_paused(fleet)
         resuming = [control_pb2.ResumeRequest()] * len(ids)
         try:
+            if was_paused and mode == "abort":
+                await abort(fleet, [])
             if not was_paused:
                 paused = await _pause(fleet, mode)
                 # Only the pauses of this update end with it.

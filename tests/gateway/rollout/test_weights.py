@@ -75,6 +75,16 @@ def test_an_update_may_end_all_requests(trained):
     assert get(trained, "/get_weight_version") == {"weight_version": "/weights/5"}
 
 
+def test_an_update_during_a_pause_may_end_all_requests(trained):
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(trained.complete, **SEEDED, max_tokens=1500)
+        eventually(lambda: running(trained) == 1)
+        post(trained, "/pause?mode=keep")
+        update(trained, 1, abort_all_requests=True)
+        assert answer.result(PATIENCE_S).json()["choices"][0]["finish_reason"] == "abort"
+    assert get(trained, "/is_paused") == {"is_paused": True}
+
+
 def test_an_update_during_a_pause_does_not_end_it(trained):
     post(trained, "/pause?mode=keep")
     update(trained, 6)
