@@ -47,7 +47,7 @@ CODES = {
 
 
 def calls(channel: grpc.aio.Channel, metadata=()) -> dict[str, grpc.aio.Call]:
-    """One of every method."""
+    """Return a call of every method."""
     stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
     opening = session_pb2.SessionRequest(open=session_pb2.SessionOpen(client_id="test"))
     reflected = reflection_pb2.ServerReflectionRequest(list_services="")

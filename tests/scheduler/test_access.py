@@ -74,7 +74,7 @@ class Service:
         return scheduler_pb2_grpc.SchedulerServiceStub(self.channel)
 
     def calls(self, metadata=()) -> dict[str, grpc.aio.Call]:
-        """One of every method."""
+        """Return a call of every method."""
         return every_method.calls(self.channel, metadata)
 
     async def codes(self, metadata=(), *, trusted) -> dict[str, grpc.StatusCode]:

@@ -215,7 +215,7 @@ async def test_a_worker_whose_weights_cannot_be_read_again_gets_no_requests():
 
 @pytest.mark.parametrize("dies", ["before", "after"])
 async def test_a_replica_that_is_lost_during_a_commit_has_one_version_afterwards(dies):
-    """One rank is lost before or after it has written the weights, and with it the replica."""
+    """The replica is lost before or after one rank has written the weights."""
     replica = FakeReplica(SHAPE, tp_size=2)
     async with start(replica=replica) as service, session(service) as client:
         await update(service, 1)

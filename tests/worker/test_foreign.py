@@ -126,7 +126,7 @@ def test_configurations_give_the_tokens_of_transformers(architecture, changes, t
 
 
 def test_each_position_has_the_dynamic_rotation_of_its_own_length(tmp_path, reference):
-    """As transformers computes an answer that grows beyond the original context."""
+    """The answer is that of transformers, also where it grows beyond the original context."""
     directory = make_foreign_checkpoint(tmp_path, "arcee", rope_parameters=DYNAMIC, max_position_embeddings=24)
     prompt = prompt_of(20)
     (tokens,) = started(directory).generate([prompt], TOKENS)

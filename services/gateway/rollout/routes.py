@@ -113,7 +113,7 @@ async def is_paused(request: Request) -> Response:
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Response:
-    """Compute the prompts of later requests anew, instead of reading the prefix cache. Running requests continue."""
+    """Compute the prompts of later requests again, instead of reading the prefix cache. Running requests continue."""
     return response(200, {"freed_pages": await control.reset_prefix_cache(_gateway(request).fleet)})
 
 
@@ -145,7 +145,7 @@ async def continue_generation(request: Request) -> Response:
 @router.post("/flush_cache")
 @router.get("/flush_cache")
 async def flush_cache(request: Request) -> Response:
-    """Compute the prompts of later requests anew, as SGLang does."""
+    """Compute the prompts of later requests again, as SGLang does."""
     freed = await control.reset_prefix_cache(_gateway(request).fleet)
     return response(200, {"status": "ok", "message": f"the prefix cache is empty: {freed} pages are free again"})
 

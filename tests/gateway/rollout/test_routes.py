@@ -1,4 +1,4 @@
-"""What trainers call: pauses, aborts and cache resets over HTTP, at two schedulers."""
+"""Pauses, aborts and cache resets over HTTP, at two schedulers."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
