@@ -27,6 +27,8 @@ from services.launcher.supervisor import supervise, write_line
 
 ADDRESSES = "scheduler_addresses"
 
+_MASTER_PORTS = 1000  # ports that ``master_port`` is chosen from, from its default on
+
 log = structlog.get_logger(__name__)
 
 
@@ -103,8 +105,11 @@ def _with_free_ports(config: ChosenDeploymentConfig, port: int) -> ChosenDeploym
     """
     ports = {"port": port, "grpc_port": config.grpc_port or _free_ports(config.dp_size, 0)}
     if config.tp_size * config.pp_size > 1:
-        # Restarted ranks use this port again, so the system should not give it to clients.
-        ports["master_port"] = _free_ports(config.dp_size, type(config).model_fields["master_port"].default)
+        fields = type(config).model_fields
+        # Restarted ranks use this port again, so the system should not give it to clients. Deployments that start on
+        # one host at the same time have different ports, so they prefer different ones here, too.
+        offset = (port - fields["port"].default) % _MASTER_PORTS
+        ports["master_port"] = _free_ports(config.dp_size, fields["master_port"].default + offset)
     return config.model_copy(update=ports)
 
 
