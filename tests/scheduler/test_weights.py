@@ -59,6 +59,16 @@ def check_spans(sample, max_tokens: int, seed: int = 3) -> list[str]:
     return [span.version for span in sample.finish.weights]
 
 
+async def check_paused_after(committing, pausing, service: Service, client) -> None:
+    """Check that ``pausing`` outlives ``committing``, and that sample 0 has tokens of both weights after a resume."""
+    await committing
+    await pausing
+    assert (await service.load()).paused
+    await service.stub.Resume(c.ResumeRequest())
+    await client.finished(0)
+    assert check_spans(client.samples[0], 60) == ["", "v1"]
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 async def test_kept_samples_continue_with_the_new_weights_and_name_both(recompute):
     async with start(SHAPE) as service, session(service) as client:
@@ -280,12 +290,7 @@ async def test_a_pause_during_a_commit_begins_after_it_and_stays(mode):
             assert (await service.load()).counters.steps == steps  # no step runs while weights are written
         assert not pausing.done()
         written.set()
-        await committing
-        await pausing
-        assert (await service.load()).paused
-        await service.stub.Resume(c.ResumeRequest())
-        await client.finished(0)
-        assert check_spans(client.samples[0], 60) == ["", "v1"]
+        await check_paused_after(committing, pausing, service, client)
 
 
 async def test_a_pause_that_replaces_that_of_a_commit_stays_after_the_commit():
@@ -300,12 +305,7 @@ async def test_a_pause_that_replaces_that_of_a_commit_stays_after_the_commit():
         while await mode_of(service) is not PauseMode.KEEP:
             pass
         service.worker.release()
-        await committing
-        await pausing
-        assert (await service.load()).paused
-        await service.stub.Resume(c.ResumeRequest())
-        await client.finished(0)
-        assert check_spans(client.samples[0], 60) == ["", "v1"]
+        await check_paused_after(committing, pausing, service, client)
 
 
 async def test_an_update_whose_caller_leaves_while_it_is_staged_is_forgotten():
