@@ -128,9 +128,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self._open.set()
 
     async def received(self, plans: int) -> None:
-        """Wait until so many plans have arrived in all."""
+        """Wait until ``plans`` plans have arrived in all."""
         async with self._progress:
             await self._progress.wait_for(lambda: self._received >= plans)
+
+    async def until_answered(self, plans: int) -> None:
+        """Wait until ``plans`` plans have been answered in all."""
+        async with self._progress:
+            await self._progress.wait_for(lambda: self.answered >= plans)
 
     # -- the contract
 
@@ -286,7 +291,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         if not self.shape.reports:
             result = plan_pb2.StepResult(step=result.step)
         result.queued_plans = plans.qsize()
-        self.answered += 1
+        async with self._progress:
+            self.answered += 1
+            self._progress.notify_all()
         plans.unanswered -= 1
         return result
 

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -14,6 +15,7 @@ from tests.fakes.model import FakeShape
 from tests.fakes.worker import FakeReplica, FakeWorker
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, scheduler_pb2_grpc, session_pb2
 
+T = TypeVar("T")
 PROMPT = [40 + index % 500 for index in range(43)]
 
 
@@ -46,6 +48,25 @@ class Service:
                 await client.until(lambda message: message.HasField("load") or message.HasField("heartbeat"))
                 await client.send(heartbeat=session_pb2.Heartbeat(nonce=1))
             return load
+
+    async def begin(self, client: "Client", **fields) -> None:
+        """Submit a request as handle 0, and read its first tokens. Workers answer five plans, and then nothing."""
+        for worker in self.workers:
+            worker.hold()
+            worker.release(5)
+        await client.submit(0, **fields)
+        await client.until(lambda message: message.HasField("outputs"))
+
+    def release(self) -> None:
+        for worker in self.workers:
+            worker.release()
+
+    async def pausing(self, call: Awaitable[T]) -> T:
+        """``call``'s result. Workers that are held answer when ``call`` has requested a pause, and not earlier."""
+        calling = asyncio.ensure_future(call)
+        await self.until_load(lambda load: load.paused)
+        self.release()
+        return await calling
 
     async def generate(self, **fields) -> dict[int, "Sample"]:
         """Read a Generate call to its end: samples by index."""

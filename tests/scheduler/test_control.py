@@ -32,9 +32,8 @@ async def test_kept_samples_continue_as_if_there_had_been_no_pause(recompute):
     async with start(SHAPE) as service:
         alone = (await service.generate(**fields(60)))[0].tokens
         async with session(service) as client:
-            await client.submit(0, **fields(60))
-            await client.until(lambda message: message.HasField("outputs"))
-            assert await pause(service, recompute=recompute) == 0
+            await service.begin(client, **fields(60))
+            assert await service.pausing(pause(service, recompute=recompute)) == 0
             load = await service.load()
             assert (load.paused, load.ready, load.plans_in_flight) == (True, True, 0)
             assert load.running_sequences == (0 if recompute else 1)
@@ -69,9 +68,8 @@ async def test_a_pause_that_waits_begins_after_all_accepted_requests():
 
 async def test_aborted_samples_end_with_their_tokens_and_the_next_requests_wait():
     async with start(SHAPE) as service, session(service) as client:
-        await client.submit(0, n=5, **fields(2000))
-        await client.until(lambda message: message.HasField("outputs"))
-        assert await pause(service, "ABORT") == 5
+        await service.begin(client, n=5, **fields(2000))
+        assert await service.pausing(pause(service, "ABORT")) == 5
         await client.finished(0, 1, 2, 3, 4)
         for handle in range(5):
             sample = client.samples[handle]

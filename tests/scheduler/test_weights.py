@@ -72,14 +72,18 @@ async def check_paused_after(committing, pausing, service: Service, client) -> N
 @pytest.mark.parametrize("recompute", [False, True])
 async def test_kept_samples_continue_with_the_new_weights_and_name_both(recompute):
     async with start(SHAPE) as service, session(service) as client:
-        await client.submit(0, n=6, **fields(400))  # two of them wait
+        await service.begin(client, n=6, **fields(100))  # two of the samples wait
+        service.worker.on_commit = service.worker.hold
         for number in (1, 2, 3):
-            await client.until(lambda message: message.HasField("outputs"))
-            committed = await update(service, number, recompute=recompute)
+            committed = await service.pausing(update(service, number, recompute=recompute))
             assert (committed.weights.version, committed.weights.directory) == (f"v{number}", f"/weights/{number}")
             assert committed.paused_ns > 0
+            answered = service.worker.answered
+            service.worker.release(5)
+            await service.worker.until_answered(answered + 5)
+        service.release()
         await client.finished(*range(6))
-        assert check_spans(client.samples[0], 400) == ["", "v1", "v2", "v3"]
+        assert check_spans(client.samples[0], 100) == ["", "v1", "v2", "v3"]
         later = (await service.generate(**fields(10)))[0]
         assert [(span.version, span.tokens) for span in later.finish.weights] == [("v3", 10)]
         assert later.tokens == continuation(SHAPE, PROMPT, 10, seed=3, weights=3)
@@ -111,9 +115,8 @@ async def test_requests_that_finish_first_see_only_the_old_weights():
 
 async def test_aborted_samples_keep_the_tokens_of_the_old_weights():
     async with start(SHAPE) as service, session(service) as client:
-        await client.submit(0, **fields(2000))
-        await client.until(lambda message: message.HasField("outputs"))
-        assert (await update(service, 1, "ABORT")).aborted_samples == 1
+        await service.begin(client, **fields(2000))
+        assert (await service.pausing(update(service, 1, "ABORT"))).aborted_samples == 1
         await client.finished(0)
         assert client.samples[0].finish.reason == g.FINISH_REASON_ABORTED
         tokens = client.samples[0].tokens
@@ -131,16 +134,15 @@ async def test_cached_prompts_are_computed_again_with_the_new_weights():
 async def test_all_ranks_change_between_the_same_plans():
     replica = FakeReplica(SHAPE, tp_size=2, pp_size=2)
     async with start(replica=replica, pp_size=2) as service, session(service) as client:
-        await client.submit(0, n=3, **fields(200))
-        await client.until(lambda message: message.HasField("outputs"))
+        await service.begin(client, n=3, **fields(60))
         answered = []
         for worker in service.workers:
             worker.on_commit = lambda worker=worker: answered.append(worker.answered)
-        await update(service, 5)
+        await service.pausing(update(service, 5))
         assert len(answered) == 4
         assert len(set(answered)) == 1
         await client.finished(0, 1, 2)
-        assert check_spans(client.samples[0], 200) == ["", "v5"]
+        assert check_spans(client.samples[0], 60) == ["", "v5"]
 
 
 async def test_a_wrong_update_is_staged_on_no_rank():
@@ -186,9 +188,8 @@ async def test_a_wrong_call_names_the_field(service, fields, field):
 
 async def test_a_pause_of_the_caller_stays():
     async with start(SHAPE) as service, session(service) as client:
-        await client.submit(0, **fields(60))
-        await client.until(lambda message: message.HasField("outputs"))
-        await service.stub.Pause(c.PauseRequest())
+        await service.begin(client, **fields(60))
+        await service.pausing(service.stub.Pause(c.PauseRequest()))
         assert (await update(service, 1, "ABORT")).paused_ns == 0  # the mode of the pause counts
         assert (await service.load()).paused
         await service.stub.Resume(c.ResumeRequest())
@@ -200,21 +201,21 @@ async def test_a_worker_that_restarts_gets_the_last_committed_weights():
     async with start(SHAPE) as service, session(service) as client:
         await update(service, 1)
         await update(service, 2)
-        await client.submit(0, **fields(300))
-        await client.until(lambda message: message.HasField("outputs"))
+        await service.begin(client, **fields(60))
         service.worker.crash()
+        service.release()
         await client.finished(0)
         assert versions(service) == ["v2"]
-        assert check_spans(client.samples[0], 300) == ["v2"]
+        assert check_spans(client.samples[0], 60) == ["v2"]
 
 
 async def test_a_worker_whose_weights_cannot_be_read_again_gets_no_requests():
     async with start(SHAPE) as service, session(service) as client:
         await update(service, 1)
         service.worker.disk["/weights/1"] = 7
-        await client.submit(0, **fields(1500))
-        await client.until(lambda message: message.HasField("outputs"))
+        await service.begin(client, **fields(60))
         service.worker.crash()
+        service.release()
         load = await service.until_load(lambda load: "have changed" in load.not_ready_reason)
         assert not load.ready
         assert versions(service) == [""]
@@ -229,8 +230,7 @@ async def test_a_replica_that_is_lost_during_a_commit_has_one_version_afterwards
     replica = FakeReplica(SHAPE, tp_size=2)
     async with start(replica=replica) as service, session(service) as client:
         await update(service, 1)
-        await client.submit(0, **fields(400))
-        await client.until(lambda message: message.HasField("outputs"))
+        await service.begin(client, **fields(60))
         last = service.workers[1]
 
         def lose() -> None:
@@ -249,12 +249,12 @@ async def test_a_replica_that_is_lost_during_a_commit_has_one_version_afterwards
         last.on_commit = lose
         update_id = await stage(service, 2, version="v2")
         try:
-            await commit(service, update_id)
+            await service.pausing(commit(service, update_id))
         except grpc.aio.AioRpcError:
             assert dies == "before"
         await client.finished(0)
         assert len(set(versions(service))) == 1
-        assert check_spans(client.samples[0], 400)[-1] == versions(service)[0]
+        assert check_spans(client.samples[0], 60)[-1] == versions(service)[0]
         assert not (await service.load()).paused
 
 
@@ -272,8 +272,7 @@ async def test_an_update_with_the_version_of_the_present_weights_replaces_them_t
 @pytest.mark.parametrize("mode", ["KEEP", "WAIT"])
 async def test_a_pause_during_a_commit_begins_after_it_and_stays(mode):
     async with start(SHAPE) as service, session(service) as client:
-        await client.submit(0, **fields(60))
-        await client.until(lambda message: message.HasField("outputs"))
+        await service.begin(client, **fields(60))
         writing, written = asyncio.Event(), asyncio.Event()
 
         async def write() -> None:
@@ -281,7 +280,7 @@ async def test_a_pause_during_a_commit_begins_after_it_and_stays(mode):
             await written.wait()
 
         service.worker.on_commit = write
-        committing = asyncio.ensure_future(update(service, 1))
+        committing = asyncio.ensure_future(service.pausing(update(service, 1)))
         await writing.wait()
         steps = (await service.load()).counters.steps
         request = c.PauseRequest(mode=c.PauseMode.Value(f"PAUSE_MODE_{mode}"))

@@ -30,7 +30,7 @@ def is_paused(deployment) -> bool:
     ],
 )
 def test_kept_requests_continue_as_if_there_had_been_no_pause(trained, pause, resume):
-    body = LONG | {"max_tokens": 60, "n": 4}
+    body = LONG | {"max_tokens": 100, "n": 4}
     alone = trained.complete(**body).json()["choices"]
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(trained.complete, **body)

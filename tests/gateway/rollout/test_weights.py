@@ -44,12 +44,12 @@ def test_an_update_reaches_all_workers_and_names_its_version(trained):
 def test_running_samples_continue_with_the_new_weights(trained):
     update(trained, 2, weight_version="2")
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(trained.complete, **SEEDED, max_tokens=80)
+        answer = pool.submit(trained.complete, **SEEDED, max_tokens=200)
         eventually(lambda: running(trained) == 1)
         update(trained, 3, weight_version="3")
         [choice] = answer.result(PATIENCE_S).json()["choices"]
     old, new = choice["weights"]
-    assert (old["version"], new["version"], old["tokens"] + new["tokens"]) == ("2", "3", 80)
+    assert (old["version"], new["version"], old["tokens"] + new["tokens"]) == ("2", "3", 200)
     tokens = choice["token_ids"]
     assert tokens[: old["tokens"]] == expected(2, old["tokens"])
     assert tokens[old["tokens"] :] == expected(3, new["tokens"], tokens[: old["tokens"]])
