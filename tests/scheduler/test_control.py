@@ -99,6 +99,37 @@ async def test_a_resume_ends_a_pause_that_still_waits():
         await client.finished(0)
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_pause_with_a_limit_ends_by_itself(leaves):
+    async with start(SHAPE) as service, session(service) as client:
+        service.worker.hold()
+        await client.submit(0, **fields(10))
+        await client.decided(0)
+        call = service.stub.Pause(c.PauseRequest(limit_ns=1))
+        await service.until_load(lambda load: load.paused)
+        if leaves:
+            call.cancel()
+        service.release()
+        await client.finished(0)
+        assert not (await service.load()).paused
+
+
+async def test_the_limit_of_a_pause_leaves_a_later_pause():
+    async with start(SHAPE) as service, session(service) as client:
+        service.worker.hold()
+        await client.submit(0, **fields(10))
+        await client.decided(0)
+        limited = asyncio.ensure_future(service.stub.Pause(c.PauseRequest(limit_ns=1)))
+        await service.until_load(lambda load: load.paused)
+        later = asyncio.ensure_future(service.stub.Pause(c.PauseRequest()))
+        service.release()
+        await asyncio.gather(limited, later)
+        for _ in range(20):
+            assert (await service.load()).paused
+        await resume(service)
+        await client.finished(0)
+
+
 async def test_a_pause_stays_when_its_caller_leaves(service):
     service.worker.hold()
     async with session(service) as client:

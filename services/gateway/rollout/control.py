@@ -18,6 +18,7 @@ _MODES: dict[PauseMode, control_pb2.PauseMode] = {
     "abort": control_pb2.PAUSE_MODE_ABORT,
 }
 _SINCE = "1.12"  # version of the contract
+_UPDATE_NS = 30 * 10**9  # after which generation continues if the gateway dies while it updates weights
 
 
 async def pause(fleet: Fleet, mode: PauseMode, *, recompute: bool = False) -> int:
@@ -91,8 +92,9 @@ async def read_weights(fleet: Fleet, *, checksums: bool) -> list[dict[str, Any]]
     return found
 
 
-async def _pause(fleet: Fleet, mode: PauseMode, *, recompute: bool = False) -> list[control_pb2.PauseResponse]:
-    request = control_pb2.PauseRequest(mode=_MODES[mode], recompute=recompute)
+async def _pause(fleet: Fleet, mode: PauseMode, **fields: Any) -> list[control_pb2.PauseResponse]:
+    """Pause all schedulers. ``fields``: those of the request beside its mode."""
+    request = control_pb2.PauseRequest(mode=_MODES[mode], **fields)
     return await call_all(fleet, lambda stub: stub.Pause, request, since=_SINCE, timeout_s=None)
 
 
@@ -105,7 +107,7 @@ async def _commit(fleet: Fleet, ids: Sequence[str], mode: PauseMode) -> str:
             if was_paused and mode == "abort":
                 await abort(fleet, [])
             if not was_paused:
-                paused = await _pause(fleet, mode)
+                paused = await _pause(fleet, mode, limit_ns=_UPDATE_NS)
                 # Only the pauses of this update end with it.
                 resuming = [control_pb2.ResumeRequest(pause=each.pause) for each in paused]
             committing = [control_pb2.CommitWeightsRequest(update_id=each) for each in ids]

@@ -3,12 +3,12 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 
 import structlog
 
-from services.common.errors import InvalidRequest, NotFound, Unavailable
+from services.common.errors import FailedPrecondition, InvalidRequest, NotFound, Unavailable
 from services.common.keys import Key
 from services.common.packed import fill, read_fixed32
 from services.common.rpc.interceptor import AnyContext
@@ -29,6 +29,7 @@ from services.scheduler.core.life.intake import resolve_limit
 from services.scheduler.core.request import PauseMode, Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.state import State
+from services.scheduler.engine import pauses
 from services.scheduler.grammar.checker import GrammarChecker
 from services.scheduler.grammar.message import name_of
 from tokasaurus.scheduler.v1 import control_pb2, generate_pb2, observe_pb2, scheduler_pb2_grpc, session_pb2
@@ -61,6 +62,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._scheduler_id = scheduler_id
         self._send_timeout = send_timeout
         self._access = access or Access()
+        self._limits: set[asyncio.Task[None]] = set()  # a task without a reference may be collected
 
     async def Generate(
         self, request: generate_pb2.GenerateRequest, context: AnyContext
@@ -146,17 +148,31 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         mode = _read_mode(request.mode)
         log.info("pause", mode=mode.name.lower(), recompute=request.recompute)
         async with self._updates.committing:  # a pause that waits would let requests continue meanwhile
-            pausing = self._hub.engine.pause(mode, recompute=request.recompute)
-        pause = await asyncio.wrap_future(pausing)
+            pausing = asyncio.wrap_future(self._hub.engine.pause(mode, recompute=request.recompute))
+        if request.HasField("limit_ns"):
+            limit = asyncio.create_task(self._limit(pausing, request.limit_ns * 1e-9))
+            self._limits.add(limit)
+            limit.add_done_callback(self._limits.discard)
+        pause = await asyncio.shield(pausing)
         log.info("paused", aborted_samples=pause.aborted)
         return control_pb2.PauseResponse(aborted_samples=pause.aborted, pause=pause.number)
 
     async def Resume(self, request: control_pb2.ResumeRequest, context: AnyContext) -> control_pb2.ResumeResponse:
-        number = request.pause if request.HasField("pause") else None
-        async with self._updates.committing:
-            resumed = await asyncio.wrap_future(self._hub.engine.resume(number))
+        resumed = await self._resume(request.pause if request.HasField("pause") else None)
         log.info("resumed" if resumed else "another pause stays")
         return control_pb2.ResumeResponse()
+
+    async def _limit(self, pausing: asyncio.Future[pauses.Pause], seconds: float) -> None:
+        """End a pause, unless it was resumed or replaced, when it has lasted ``seconds``."""
+        with suppress(FailedPrecondition):  # it was resumed before it had begun
+            pause = await asyncio.shield(pausing)
+            await asyncio.sleep(seconds)
+            await self._resume(pause.number)
+
+    async def _resume(self, number: int | None) -> bool:
+        """Resume unless a later pause than that of ``number`` was requested. Return whether it was not."""
+        async with self._updates.committing:
+            return await asyncio.wrap_future(self._hub.engine.resume(number))
 
     async def AbortRequests(
         self, request: control_pb2.AbortRequestsRequest, context: AnyContext

@@ -146,6 +146,7 @@ async def test_an_update_ends_only_its_own_pauses_and_leaves_nothing_staged(erro
     with nullcontext() if error is None else pytest.raises(Unavailable):
         await control.update_weights(fleet, "/weights/1", None, "keep")
     assert ("Resume", c.ResumeRequest(pause=7)) in scheduler.calls
+    assert [request.limit_ns > 0 for method, request in scheduler.calls if method == "Pause"] == [True]
     assert (("DiscardWeights", c.DiscardWeightsRequest(update_id="u")) in scheduler.calls) is (error is not None)
 
 
