@@ -27,6 +27,8 @@ _ANSWER_S = 5.0
 _ENDS_ALLOWED = 3  # exits of services during the start
 _MODULES = {"gateway": "services.gateway", "scheduler": "services.scheduler", "worker": "services.worker"}
 _FAKE_WORKER = "tests.fakes.worker"
+# The shape of fake workers.
+FAKE_SIZES = {"page_count": 4096, "max_tokens_per_step": 2048, "max_slots": 512, "eos_every": 60}
 _CONFIGS = {"gateway": GatewayConfig, "scheduler": SchedulerConfig, "worker": WorkerConfig}
 
 
@@ -164,8 +166,7 @@ class Cluster:
             worker = f"{self.network.reach(self.names['worker'][number], name)}:{ports['worker']}"
             return {"scheduler_listen": listen, "worker_addresses": worker}
         if config.worker == "fake":
-            sizes = {"page_count": 4096, "max_tokens_per_step": 2048, "max_slots": 512, "eos_every": 60}
-            return {"listen": listen, "step_ms": config.step_ms, **sizes}
+            return {"listen": listen, "step_ms": config.step_ms, **FAKE_SIZES}
         # Answers are compared: in float32, other rows of a batch do not change an answer.
         # Steps are short, so that none exceeds a step_deadline of some seconds even on a busy machine.
         sizes = {"dtype": "float32", "kv_cache_num_tokens": 64 * 1024, "max_seqs_per_forward": 512,

@@ -9,8 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.chaos.cluster import Cluster
 
 _EVERY_S = 1.0
-_PATIENCE_S = 30.0
+_PATIENCE_S = 60.0  # longer than a gateway that was killed leaves schedulers paused
 _SEQUENCES = ("toka_num_requests_running", "toka_num_requests_waiting")
+_PAUSED = ("toka_paused",)
 _FAILOVERS = ("toka_failovers_total",)
 
 
@@ -19,12 +20,12 @@ async def left_running(cluster: Cluster) -> int:
 
     Waits some time for them to end.
     """
-    gateway, give_up_at = cluster.names["gateway"][0], time.monotonic() + _PATIENCE_S
-    while True:
-        count = await _sum(cluster, gateway, _SEQUENCES)
-        if count == 0 or time.monotonic() > give_up_at:
-            return -1 if count is None else int(count)
-        await asyncio.sleep(_EVERY_S)
+    return await _until_none(cluster, _SEQUENCES)
+
+
+async def left_paused(cluster: Cluster) -> int:
+    """Return the schedulers that are paused. Waits some time for them to resume."""
+    return await _until_none(cluster, _PAUSED)
 
 
 class Failovers:
@@ -48,6 +49,16 @@ class Failovers:
             if count is not None:
                 self.total += int(count - (last if pid == last_pid else 0))
                 self._last[gateway] = (pid, count)
+
+
+async def _until_none(cluster: Cluster, names: Collection[str]) -> int:
+    """Return the sum of metrics when it is 0, or after some time. -1: the gateway does not answer."""
+    gateway, give_up_at = cluster.names["gateway"][0], time.monotonic() + _PATIENCE_S
+    while True:
+        count = await _sum(cluster, gateway, names)
+        if count == 0 or time.monotonic() > give_up_at:
+            return -1 if count is None else int(count)
+        await asyncio.sleep(_EVERY_S)
 
 
 async def _sum(cluster: Cluster, gateway: str, names: Collection[str]) -> float | None:

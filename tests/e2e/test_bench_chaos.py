@@ -15,14 +15,17 @@ import pytest
 from bench.chaos.__main__ import is_right
 from bench.chaos.answer import Answer, Choice, Defect, check, check_beginning
 from bench.chaos.clients import Clients
+from bench.chaos.cluster import FAKE_SIZES
 from bench.chaos.links import is_right as links_are_right
 from bench.chaos.network import Link, network
 from bench.chaos.questions import Question, make_questions
 from bench.chaos.recovery import Ask, Recoveries
 from bench.chaos.schedule import KINDS, all_links, plan_faults
 from bench.chaos.tally import Tally
+from bench.chaos.updates import Wrong, check_choice
 from bench.chaos.weather import Weather
 from tests.e2e.test_bench_batches import run
+from tests.fakes.model import FakeShape, continuation
 from tests.gateway.deployment import eventually
 
 TEXT = "Nine sheep went over the hill, and all of them came back."
@@ -272,3 +275,48 @@ def connects(host: str, patience_s: float) -> bool:
 def test_links_are_right_only_if_they_are_ready_soon_and_every_request_ended(trial, right):
     usual = {"link": "client-gateway", "fault": "stall", "seconds": 1, "ready_s": 2.0, "right": 3, "error": 1}
     assert links_are_right({"trials": [usual, usual | trial]}) is right
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_weights_are_replaced_although_services_are_killed():
+    figures = run("chaos.updates", updates=4, streams=4, kills=1, gateways=1, netns="F")
+    assert figures["updates"] == 4
+    assert sum(count for name, count in figures.items() if name.startswith("killed")) == 4
+    assert figures["spans"] > 4
+    assert (figures["problems"], figures["crashes"], figures["violations"]) == ([], {}, [])
+
+
+SAMPLED = {"prompt": [50, 51, 52], "temperature": 1.0, "seed": 5, "max_tokens": 30}
+
+
+def sampled(versions: dict[int, int], told: int, **more) -> dict:
+    """An answer to ``SAMPLED`` with tokens of these versions, of which the last ``told`` versions have a span."""
+    tokens: list[int] = []
+    for version, count in versions.items():
+        tokens += continuation(FakeShape(**FAKE_SIZES), [*SAMPLED["prompt"], *tokens], count, seed=5, weights=version)
+    spans = [{"version": str(version or ""), "tokens": count} for version, count in versions.items()]
+    choice = {"index": 0, "token_ids": tokens, "finish_reason": "length", "weights": spans[len(spans) - told :]}
+    return choice | more
+
+
+@pytest.mark.parametrize("told", [2, 1, 0])
+def test_tokens_of_each_version_are_right_with_and_without_a_span(told):
+    spans = check_choice(SAMPLED, sampled({0: 10, 2: 20}, told), 3)
+    assert spans == [(0, 10), (2, 20)][2 - told :]
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        (sampled({0: 10, 2: 20}, 2, weights=[{"version": "", "tokens": 11}, {"version": "2", "tokens": 19}]), "not of"),
+        (sampled({2: 10, 0: 20}, 2), "version 0 after 2"),
+        (sampled({2: 10, 0: 20}, 1), "version 0 after 2"),
+        (sampled({0: 10, 4: 20}, 0), "of no version"),
+        (sampled({0: 10, 2: 19}, 2), "end with length"),
+        (sampled({0: 10, 2: 20}, 2, finish_reason="stop"), "end with stop"),
+    ],
+)
+def test_a_token_that_is_not_of_its_version_is_noticed(choice, reason):
+    with pytest.raises(Wrong, match=reason):
+        check_choice(SAMPLED, choice, 3)
