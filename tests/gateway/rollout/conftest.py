@@ -1,5 +1,8 @@
 """A gateway with two schedulers, whose steps are slow."""
 
+import json
+from collections.abc import Callable
+
 import httpx
 import pytest
 
@@ -38,3 +41,28 @@ def get(deployment, path: str):
 
 def running(deployment) -> float:
     return deployment.metric("toka_num_requests_running")
+
+
+def streamed(deployment, path: str, body: dict, then: Callable[[str], object] | None = None) -> list[dict]:
+    """The events of a stream. ``then`` is called with the request's id after the first event with content."""
+    events = []
+    with httpx.stream("POST", deployment.url + path, json=body | {"stream": True}, timeout=PATIENCE_S) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            events.append(json.loads(line.removeprefix("data: ")))
+            if then is not None and ("choices" in events[-1] or "delta" in events[-1]):
+                then(answer.headers["x-request-id"])
+                then = None
+    return events
+
+
+def texts(events: list[dict]) -> list[str]:
+    """The texts of the choices of a stream."""
+    parts = [(choice["index"], choice["text"]) for event in events for choice in event["choices"]]
+    return ["".join(text for at, text in parts if at == index) for index in range(1 + max(parts)[0])]
+
+
+def reasons(events: list[dict]) -> list[str]:
+    """The reasons for which the choices of a stream ended."""
+    return [choice["finish_reason"] for event in events for choice in event["choices"] if choice["finish_reason"]]

@@ -1,6 +1,5 @@
 """Pauses, aborts and cache resets over HTTP, at two schedulers."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ from services.common.errors import FailedPrecondition, Unavailable
 from services.gateway.rollout import control
 from tests.gateway.console.test_observer import connected
 from tests.gateway.deployment import PATIENCE_S, eventually
-from tests.gateway.rollout.conftest import get, post, running
+from tests.gateway.rollout.conftest import get, post, reasons, running, streamed, texts
 
 LONG = {"prompt": "Hi", "max_tokens": 1500, "ignore_eos": True, "temperature": 1.0, "seed": 5}
 
@@ -31,42 +30,29 @@ def is_paused(deployment) -> bool:
 )
 def test_kept_requests_continue_as_if_there_had_been_no_pause(trained, pause, resume):
     body = LONG | {"max_tokens": 100, "n": 4}
-    alone = trained.complete(**body).json()["choices"]
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(trained.complete, **body)
-        eventually(lambda: running(trained) == 4)
+    alone = texts(streamed(trained, "/v1/completions", body))
+
+    def pause_and_resume(_) -> None:
         path, given = pause
         post(trained, path, **given)
         assert is_paused(trained)
         eventually(lambda: trained.metric("toka_paused") == 2)
         later = pool.submit(trained.complete, prompt="Hi", max_tokens=2)
         post(trained, resume, json={})
-        assert answer.result(PATIENCE_S).json()["choices"] == alone
         assert later.result(PATIENCE_S).status_code == 200
+
+    with ThreadPoolExecutor(1) as pool:
+        assert texts(streamed(trained, "/v1/completions", body, pause_and_resume)) == alone
     assert not is_paused(trained)
 
 
 def test_a_pause_that_waits_answers_after_the_last_request(trained):
-    with ThreadPoolExecutor(2) as pool:
-        answer = pool.submit(trained.complete, **LONG | {"max_tokens": 40, "n": 2})
-        eventually(lambda: running(trained) == 2)
+    def pause(_) -> None:
         assert post(trained, "/pause?mode=wait").json() == {"status": "paused", "aborted_samples": 0}
-        assert {each["finish_reason"] for each in answer.result(PATIENCE_S).json()["choices"]} == {"length"}
-        assert is_paused(trained)
 
-
-def streamed(deployment, path: str, body: dict, stop) -> list[dict]:
-    """The events of a stream. ``stop`` is called with its request id after the first one with content."""
-    events = []
-    with httpx.stream("POST", deployment.url + path, json=body | {"stream": True}, timeout=PATIENCE_S) as answer:
-        for line in answer.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            events.append(json.loads(line.removeprefix("data: ")))
-            if stop is not None and ("choices" in events[-1] or "delta" in events[-1]):
-                stop(answer.headers["x-request-id"])
-                stop = None
-    return events
+    events = streamed(trained, "/v1/completions", LONG | {"max_tokens": 40, "n": 2}, pause)
+    assert reasons(events) == ["length"] * 2
+    assert is_paused(trained)
 
 
 STOPS = {
@@ -83,8 +69,7 @@ STOPS = {
 def test_aborted_samples_end_with_their_tokens(trained, stop):
     body = LONG | {"n": 3, "stream_options": {"include_usage": True}}
     events = streamed(trained, "/v1/completions", body, lambda name: STOPS[stop](trained, name))
-    reasons = [each["finish_reason"] for event in events for each in event["choices"] if each["finish_reason"]]
-    assert reasons == ["abort"] * 3
+    assert reasons(events) == ["abort"] * 3
     assert 1 <= events[-1]["usage"]["completion_tokens"] < 3 * 1500
     eventually(lambda: running(trained) == 0)
     assert is_paused(trained) == ("pause" in stop)
@@ -97,8 +82,7 @@ def test_every_prompt_of_an_aborted_request_ends_and_others_continue(trained):
         events = streamed(
             trained, "/v1/completions", body, lambda name: post(trained, "/abort_request", json={"rid": name})
         )
-        reasons = [each["finish_reason"] for event in events for each in event["choices"] if each["finish_reason"]]
-        assert reasons == ["abort"] * 3
+        assert reasons(events) == ["abort"] * 3
         assert other.result(PATIENCE_S).json()["choices"][0]["finish_reason"] == "length"
 
 

@@ -1,6 +1,5 @@
 """New weights over HTTP, at two schedulers, whose fake workers have the weights N in ``/weights/N``."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from services.common.errors import Unavailable
 from services.gateway.rollout import control
 from tests.fakes.model import FakeShape, continuation
 from tests.gateway.deployment import PATIENCE_S, eventually
-from tests.gateway.rollout.conftest import get, post, running
+from tests.gateway.rollout.conftest import get, post, running, streamed
 from tokasaurus.scheduler.v1 import control_pb2 as c
 from tokasaurus.scheduler.v1 import observe_pb2 as o
 
@@ -43,14 +42,11 @@ def test_an_update_reaches_all_workers_and_names_its_version(trained):
 
 def test_running_samples_continue_with_the_new_weights(trained):
     update(trained, 2, weight_version="2")
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(trained.complete, **SEEDED, max_tokens=200)
-        eventually(lambda: running(trained) == 1)
-        update(trained, 3, weight_version="3")
-        [choice] = answer.result(PATIENCE_S).json()["choices"]
-    old, new = choice["weights"]
+    body = SEEDED | {"max_tokens": 200}
+    events = streamed(trained, "/v1/completions", body, lambda _: update(trained, 3, weight_version="3"))
+    old, new = events[-1]["choices"][0]["weights"]
     assert (old["version"], new["version"], old["tokens"] + new["tokens"]) == ("2", "3", 200)
-    tokens = choice["token_ids"]
+    tokens = [token for event in events for token in event["choices"][0]["token_ids"]]
     assert tokens[: old["tokens"]] == expected(2, old["tokens"])
     assert tokens[old["tokens"] :] == expected(3, new["tokens"], tokens[: old["tokens"]])
 
@@ -59,9 +55,7 @@ def test_running_samples_continue_with_the_new_weights(trained):
 def test_the_last_chunk_of_a_stream_names_the_weights(trained, path):
     update(trained, 4, weight_version="4")
     body = {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "ignore_eos": True}
-    with httpx.stream("POST", trained.url + path, json=body | {"stream": True}, timeout=PATIENCE_S) as answer:
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
-    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    choices = [choice for event in streamed(trained, path, body) for choice in event["choices"]]
     assert [choice["weights"] for choice in choices if "weights" in choice] == [[{"version": "4", "tokens": 5}]]
     assert choices[-1]["finish_reason"] == "length"
 
