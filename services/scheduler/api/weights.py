@@ -132,7 +132,7 @@ class WeightUpdates:
             staged.stream.end()  # a new connection makes the weights of all workers equal
             raise
         self._link.committed = weights
-        await self._hub.ask(lambda core: core.change_weights(weights.version))
+        await asyncio.wrap_future(self._hub.engine.change_weights(weights))
         return weights
 
     def _connected(self) -> WorkerStream:

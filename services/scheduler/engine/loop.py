@@ -30,6 +30,7 @@ from services.scheduler.engine.step_timeout import StepTimeout
 from services.scheduler.engine.submission import log_failures, submit_request
 from services.scheduler.record.recorder import Recorder
 from services.scheduler.workers.stream import ReceivedResult, WorkerStream
+from tokasaurus.common.v1 import weights_pb2
 from tokasaurus.scheduler.v1 import observe_pb2, session_pb2
 from tokasaurus.worker.v1 import worker_pb2
 
@@ -153,6 +154,16 @@ class EngineLoop:
     def resume(self, number: int | None = None) -> Future[bool]:
         """Resume the core, and return true. With ``number``, only if the pause of this number is the last."""
         return self.ask(lambda core: self._pauses.resume(core, number))
+
+    def change_weights(self, weights: weights_pb2.Weights) -> Future[None]:
+        """Record that the worker has ``weights`` from the next plan on. The core is paused."""
+
+        def change(core: Scheduler) -> None:
+            core.change_weights(weights.version)
+            if self._recorder is not None:
+                self._recorder.weights_changed(weights)
+
+        return self.ask(change)
 
     def drain(self) -> None:
         """Refuse new requests with ``DRAINING`` from now on. Accepted requests continue."""
@@ -316,18 +327,10 @@ class EngineLoop:
         self._detach(stream, reason)
 
     def _abandon_overdue_worker(self) -> None:
-        stream = self._stream
-        if (
-            stream is not None
-            and (step := self._core.oldest_step) is not None
-            and self._step_timeout.check(time.monotonic())
-        ):
-            for_s = f"{self._step_timeout.seconds:.0f} s"
-            self._abandon(
-                stream,
-                f"worker {stream.overdue_ranks()} has returned no result of plan {step} for {for_s}"
-                " (flag step_deadline)",
-            )
+        stream, step = self._stream, self._core.oldest_step
+        if stream is not None and step is not None and self._step_timeout.check(time.monotonic()):
+            waited = f"{self._step_timeout.seconds:.0f} s (flag step_deadline)"
+            self._abandon(stream, f"worker {stream.overdue_ranks()} has returned no result of plan {step} for {waited}")
 
     def _submit(self, request: Request) -> None:
         self._events.append((request.sink, submit_request(self._core, request, draining=self._draining)))

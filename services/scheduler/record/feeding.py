@@ -1,15 +1,20 @@
 """Sends the plans of a recording to a worker again, and compares the results."""
 
 import queue
+import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+
+import grpc
 
 from services.common.packed import read_fixed32
 from services.common.rpc.channel import PLAIN, Dialer
 from services.scheduler.record.occupants import Occupants
 from services.scheduler.record.reader import Recording
+from tokasaurus.common.v1 import weights_pb2
 from tokasaurus.worker.v1 import plan_pb2, record_pb2, worker_pb2, worker_pb2_grpc
+from tokasaurus.worker.v1 import weights_pb2 as worker_weights_pb2
 
 _MOST_DIFFERENCES = 20  # lines
 _SCHEDULER_ID = "toka-replay"
@@ -62,7 +67,7 @@ def feed(recording: Recording, address: str, dialer: Dialer = PLAIN) -> ReplayOu
         call = stub.RunSteps(iter(requests.get, None))
         try:
             _next(call)  # ready
-            outcome = _run(recording, requests, call)
+            outcome = _run(recording, stub, requests, call)
             outcome.mismatch = _mismatch(recording.info, info)
             requests.put(None)
             for _ in call:
@@ -73,19 +78,41 @@ def feed(recording: Recording, address: str, dialer: Dialer = PLAIN) -> ReplayOu
     return outcome
 
 
-def _run(recording: Recording, requests: _Requests, responses: _Responses) -> ReplayOutcome:
+def _run(
+    recording: Recording, stub: worker_pb2_grpc.WorkerServiceStub, requests: _Requests, responses: _Responses
+) -> ReplayOutcome:
     outcome, occupants = ReplayOutcome(), Occupants()
     in_flight: deque[tuple[record_pb2.PlanRecord, plan_pb2.StepResult]] = deque()
     for step in recording.steps():
         if step.result is None:
             break
-        if len(in_flight) == recording.connected.plans_in_flight:
+        most = 0 if step.weights is not None else recording.connected.plans_in_flight - 1
+        while len(in_flight) > most:
             _compare(*in_flight.popleft(), _next(responses).result, occupants, outcome)
+        if step.weights is not None:
+            _replace_weights(stub, step.weights, step.plan.plan.step)
         requests.put(worker_pb2.RunStepsRequest(plan=step.plan.plan))
         in_flight.append((step.plan, step.result.result))
     while in_flight:
         _compare(*in_flight.popleft(), _next(responses).result, occupants, outcome)
     return outcome
+
+
+def _replace_weights(stub: worker_pb2_grpc.WorkerServiceStub, weights: weights_pb2.Weights, step: int) -> None:
+    """Replace the worker's weights by those of the recording. Raises ``Unsuitable``. No plan is in flight."""
+    staging = worker_weights_pb2.StageWeightsRequest(
+        update_id=uuid.uuid4().hex, version=weights.version, directory=weights.directory
+    )
+    try:
+        staged = stub.StageWeights(staging)
+        if staged.fingerprint != weights.fingerprint:
+            raise Unsuitable(f"step {step} has the weights {weights.version!r}, and {weights.directory} has others now")
+        stub.CommitWeights(worker_weights_pb2.CommitWeightsRequest(update_id=staging.update_id))
+    except grpc.RpcError as error:
+        raise Unsuitable(
+            f"step {step} has the weights {weights.version!r} of {weights.directory}, which this worker cannot load:"
+            f" {error.details()}"
+        ) from error
 
 
 def _next(responses: _Responses) -> worker_pb2.RunStepsResponse:
@@ -124,7 +151,10 @@ def _check_worker(recording: Recording, found: worker_pb2.WorkerInfo) -> None:
 def _mismatch(recorded: worker_pb2.WorkerInfo, found: worker_pb2.WorkerInfo) -> dict[str, dict[str, str]]:
     """Return the facts that affect tokens and differ. They are no error: a replay may be meant to compare them."""
     pairs = ((name, getattr(recorded, name), getattr(found, name)) for name in ("model", "dtype", "device"))
-    return {name: {"recorded": then, "worker": now} for name, then, now in pairs if then != now}
+    different = {name: {"recorded": then, "worker": now} for name, then, now in pairs if then != now}
+    if recorded.weights.fingerprint != found.weights.fingerprint:
+        different["weights"] = {"recorded": recorded.weights.version, "worker": found.weights.version}
+    return different
 
 
 def _compare(

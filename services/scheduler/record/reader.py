@@ -10,6 +10,7 @@ from typing import BinaryIO, NamedTuple
 from google.protobuf.message import DecodeError
 
 from services.scheduler.record.recorder import SUFFIX
+from tokasaurus.common.v1 import weights_pb2
 from tokasaurus.worker.v1 import record_pb2
 
 _LONGEST_VARINT = 10  # bytes
@@ -32,6 +33,7 @@ class RecordedStep(NamedTuple):
     plan: record_pb2.PlanRecord
     result: record_pb2.ResultRecord | None  # None = no result before the end of the recording
     unanswered: int  # plans in flight after this plan was sent
+    weights: weights_pb2.Weights | None = None  # that replaced others before this plan was sent
 
 
 class Recording:
@@ -52,29 +54,31 @@ class Recording:
 
     def steps(self) -> Iterator[RecordedStep]:
         """Yield the steps in order. The last steps may have no result. Raises ``RecordingError``."""
-        waiting: deque[tuple[record_pb2.PlanRecord, int]] = deque()  # (plan, unanswered)
+        waiting: deque[RecordedStep] = deque()  # in flight, without their results
+        weights: weights_pb2.Weights | None = None
         self.ending = OPEN
         for entry in islice(self._entries(), 1, None):
             match entry.WhichOneof("entry"):
                 case "plan":
-                    waiting.append((self._checked(entry.plan), len(waiting) + 1))
+                    waiting.append(RecordedStep(self._checked(entry.plan), None, len(waiting) + 1, weights))
+                    weights = None
                 case "result":
-                    expected = waiting[0][0].plan.step if waiting else None
+                    expected = waiting[0].plan.plan.step if waiting else None
                     if entry.result.result.step != expected:
                         raise RecordingError(
                             f"{self.path}: the result of step {entry.result.result.step} where that of {expected} is"
                             " due: the file is damaged, or the worker returned results in another order"
                         )
-                    plan, unanswered = waiting.popleft()
-                    yield RecordedStep(plan, entry.result, unanswered)
+                    yield waiting.popleft()._replace(result=entry.result)
+                case "weights":
+                    weights = entry.weights.weights
                 case "disconnected":
                     self.ending = f"disconnected: {entry.disconnected.reason}"
                 case "cut":
                     self.ending = f"cut short: {entry.cut.reason}"
                 case kind:
                     raise RecordingError(f"{self.path}: an entry ({kind}) where a plan or a result is due")
-        for plan, unanswered in waiting:
-            yield RecordedStep(plan, None, unanswered)
+        yield from waiting
 
     def _checked(self, record: record_pb2.PlanRecord) -> record_pb2.PlanRecord:
         plan = record.plan

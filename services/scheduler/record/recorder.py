@@ -17,6 +17,7 @@ from services.common.boundaries import errors_to
 from services.common.errors import InvalidRequest
 from services.common.host.private_files import warn_if_shared
 from services.scheduler.record.message_sizes import message_size
+from tokasaurus.common.v1 import weights_pb2
 from tokasaurus.worker.v1 import plan_pb2, record_pb2, worker_pb2
 
 log = structlog.get_logger(__name__)
@@ -111,6 +112,10 @@ class Recorder:
     def result(self, message: plan_pb2.StepResult) -> None:
         """Record the result of the oldest plan in flight."""
         self._put("result", message_size(message), result=message, received_ns=time.time_ns())
+
+    def weights_changed(self, weights: weights_pb2.Weights) -> None:
+        """Record an update of the weights between two plans, while no plan is in flight."""
+        self._put("weights", message_size(weights), weights=weights)
 
     def disconnected(self, reason: str) -> None:
         """End the file, because the worker was lost for ``reason``."""

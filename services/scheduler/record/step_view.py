@@ -66,7 +66,8 @@ def _heading(step: RecordedStep) -> str:
             f"answered after {took:.3f} ms (queued {timing.queued_ns / 1e6:.3f}, forward"
             f" {timing.forward_ns / 1e6:.3f}, sampling {timing.sample_ns / 1e6:.3f} ms)"
         )
-    return f"step {plan.step}, sent {sent}, {answer}"
+    weights = "" if step.weights is None else f", with the new weights {step.weights.version!r}"
+    return f"step {plan.step}, sent {sent}{weights}, {answer}"
 
 
 def _admissions(record: record_pb2.PlanRecord) -> RenderableType:

@@ -20,6 +20,7 @@ from tests.fakes.model import FakeShape
 from tests.fakes.worker import FakeWorker
 from tests.scheduler import service
 from tests.scheduler.record.loop import SHAPE, RecordedLoop, open_recordings, record_small_run, rewrite
+from tests.scheduler.test_weights import update
 from tokasaurus.scheduler.v1 import generate_pb2
 
 
@@ -244,6 +245,45 @@ async def test_what_a_scheduler_recorded_with_its_worker_keeps_the_contract(tmp_
     summary = json.loads(lines[-1])
     assert (code, summary["sequences"], summary["violations"]) == (0, 3, [])
     assert summary["tokens"] >= 60
+
+
+async def record_updates(directory: str) -> Recording:
+    """A recording of a sample whose weights are replaced twice."""
+    async with service.start(record_plans=directory) as running, service.session(running) as client:
+        tokens = generate_pb2.TokenPrompt(token_ids=service.PROMPT)
+        stopping = generate_pb2.Stopping(max_tokens=60, ignore_eos=True)
+        await running.begin(client, tokens=tokens, stopping=stopping, n=2)
+        running.worker.on_commit = running.worker.hold
+        for number in (1, 2):
+            await running.pausing(update(running, number))
+            answered = running.worker.answered
+            running.worker.release(5)
+            await running.worker.until_answered(answered + 5)
+        running.release()
+        await client.finished(0, 1)
+    (recording,) = open_recordings(directory)
+    return recording
+
+
+async def test_a_replay_replaces_the_weights_where_the_scheduler_did(tmp_path, fake_worker):
+    recording = await record_updates(str(tmp_path))
+    replaced = [step.weights.version for step in recording.steps() if step.weights is not None]
+    assert replaced == ["v1", "v2"]
+    outcome = await asyncio.to_thread(feed, recording, await fake_worker(FakeShape()))
+    assert (outcome.same, outcome.mismatch, outcome.tokens) == (True, {}, 120)
+
+
+@pytest.mark.parametrize(("content", "reason"), [(None, "cannot load: .*model.norm.weight"), (7, "has others now")])
+async def test_a_replay_without_the_recorded_weights_says_so(tmp_path, content, reason):
+    recording = await record_updates(str(tmp_path))
+    worker = FakeWorker(FakeShape())
+    worker.disk["/weights/2"] = content
+    address = await worker.start()
+    try:
+        with pytest.raises(Unsuitable, match=f"'v2'.*{reason}"):
+            await asyncio.to_thread(feed, recording, address)
+    finally:
+        await worker.stop()
 
 
 @pytest.fixture
