@@ -29,7 +29,7 @@ from services.worker.parallel.errors import ParallelError
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
 SERVICE = "tokasaurus.worker.v1.WorkerService"
-CONTRACT_VERSION = "2.2"
+CONTRACT_VERSION = "2.3"
 MAX_PLANS_IN_FLIGHT = 16
 STOP_GRACE_S = 5.0
 
@@ -93,7 +93,7 @@ async def _serve(
         on_serving(engine.progresses)
         if made.loaded is not None:
             directories = config.weight_directories
-            servicer.weights = ModelWeights(made.loaded, made.runner, engine.run_alone, directories)
+            servicer.weights = ModelWeights(made.loaded, made.runner, engine.run_alone, directories, address)
         servicer.info = info  # from now on, streams are accepted
         watch = asyncio.create_task(_watch(engine, server, config.step_deadline))
         await asyncio.wait((ended, stopping, watch), return_when=asyncio.FIRST_COMPLETED)

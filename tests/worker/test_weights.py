@@ -32,7 +32,7 @@ def weights_of(booted: Booted, *directories: Path) -> ModelWeights:
         done.set_result(None)
         return done
 
-    return ModelWeights(booted.loaded, booted.runner, run_alone, [str(each) for each in directories])
+    return ModelWeights(booted.loaded, booted.runner, run_alone, [str(each) for each in directories], "address")
 
 
 def generated(booted: Booted) -> tuple:

@@ -43,6 +43,11 @@ class StoredTensor:
     dtype: str  # a key of ``_BITS``
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return math.prod(self.shape) * _BITS[self.dtype] // 8
+
 
 @dataclass(frozen=True)
 class CheckpointShard:
@@ -133,7 +138,7 @@ def read_shard(path: Path) -> CheckpointShard:
             "give this user the right to read it",
         ) from error
     try:
-        tensors, end = _parse(header)
+        tensors, end = parse_header(header)
     except (InvalidRequest, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = error.message if isinstance(error, InvalidRequest) else _shortened(error)
         raise BrokenFile(
@@ -146,19 +151,19 @@ def read_shard(path: Path) -> CheckpointShard:
     return CheckpointShard(path, size, tensors)
 
 
-def _parse(header: bytes) -> tuple[dict[str, StoredTensor], int]:
-    """Return the tensors, and the end of the last tensor's bytes.
+def parse_header(header: bytes) -> tuple[dict[str, StoredTensor], int]:
+    """Return the tensors in the order of their bytes, and the end of the last tensor's bytes.
 
-    Raises ``ValueError`` or another built-in exception for a header whose tensors do not follow each other without
-    gaps.
+    Raises ``InvalidRequest``, ``ValueError``, ``KeyError``, ``TypeError`` or ``AttributeError`` for a header that is
+    malformed, or whose tensors do not follow each other without gaps.
     """
     described: dict[str, Any] = parse_json(header, "its header")
     described.pop("__metadata__", None)
-    tensors = {name: StoredTensor(each["dtype"], tuple(each["shape"])) for name, each in described.items()}
+    tensors: dict[str, StoredTensor] = {}
     end = 0
     for name, each in sorted(described.items(), key=lambda item: tuple(item[1]["data_offsets"])):
         begin, stop = each["data_offsets"]
-        stored = tensors[name]
+        stored = tensors[name] = StoredTensor(each["dtype"], tuple(each["shape"]))
         if len(stored.shape) > _MOST_DIMENSIONS:
             raise ValueError(f"{name}: shape has {len(stored.shape)} dimensions")
         if any(type(number) is not int or number < 0 for number in (*stored.shape, begin, stop)):

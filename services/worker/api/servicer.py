@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import grpc
 import structlog
 
-from services.common.boundaries import errors_to
-from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
+from services.common.boundaries import errors_to, undo_on_error
+from services.common.errors import Cancelled, FailedPrecondition, InvalidRequest, TokaError, Unavailable
 from services.worker.api.stream import Stream, Superseded
+from services.worker.api.upload import read_chunks, read_header, read_tensors
 from services.worker.engine.engine import Engine
 from services.worker.engine.weights import ModelWeights
 from tokasaurus.common.v1 import weights_pb2
@@ -49,6 +50,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             # The callback runs when the client disconnects, which this thread cannot notice while it waits for results.
             if not context.add_callback(lambda: self._close(stream)):
                 return
+            if self.weights is not None:
+                self.weights.begin_stream()
             ready = worker_pb2.Ready(incarnation_id=info.incarnation_id, takes_plans_together=True)
             yield worker_pb2.RunStepsResponse(ready=ready)
             threading.Thread(target=self._receive, args=(requests, stream), name="plans", daemon=True).start()
@@ -80,7 +83,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def DiscardWeights(
         self, request: worker_weights_pb2.DiscardWeightsRequest, context: grpc.ServicerContext
     ) -> worker_weights_pb2.DiscardWeightsResponse:
-        self._ready_weights().discard(request.update_id)
+        self._ready_weights().discard(request.update_id, remove_upload=request.remove_upload)
         return worker_weights_pb2.DiscardWeightsResponse()
 
     def GetWeights(
@@ -92,6 +95,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         for name, checksum in checksums:
             response.checksums.add(name=name, blake2b=checksum)
         return response
+
+    def PrepareUpload(
+        self, request: worker_weights_pb2.PrepareUploadRequest, context: grpc.ServicerContext
+    ) -> worker_weights_pb2.PrepareUploadResponse:
+        needed = self._ready_weights().uploads.prepare(request.update_id)
+        return worker_weights_pb2.PrepareUploadResponse(needed=needed)
+
+    def UploadWeights(
+        self, requests: Iterator[worker_weights_pb2.UploadWeightsRequest], context: grpc.ServicerContext
+    ) -> worker_weights_pb2.UploadWeightsResponse:
+        weights = self._ready_weights()
+        header = read_header(next(requests, None))
+        with undo_on_error(weights.uploads.remove, header.update_id):
+            weights.receive(header.update_id, read_tensors(header), read_chunks(requests))
+            if not context.is_active():
+                raise Cancelled("the caller has left")
+        return worker_weights_pb2.UploadWeightsResponse()
 
     def fail(self, error: TokaError) -> None:
         """End the open stream with ``error``, because the engine will send no more results."""

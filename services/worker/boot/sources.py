@@ -11,6 +11,7 @@ import torch
 from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.model import files as model_files
+from services.common.model.checkpoint_files import StoredTensor
 from services.common.model.json_object import read_json
 from services.worker.described.config import ModelConfig
 from services.worker.described.foreign import choose_implementation, refuse_missing_library
@@ -62,6 +63,9 @@ class NativeSource(ModelSource):
 
     def stage(self, directory: Path, model: RankModel) -> Staged:
         return staging.stage(directory, _own(model), self.described)
+
+    def check_upload(self, tensors: Mapping[str, StoredTensor]) -> None:
+        staging.check_upload(tensors, self.described)
 
     def apply(self, staged: Staged, model: RankModel) -> None:
         staging.apply(staged, _own(model))

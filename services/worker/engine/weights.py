@@ -3,7 +3,7 @@
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +12,12 @@ import structlog
 import torch
 
 from services.common.errors import FailedPrecondition, Internal, InvalidRequest, PermissionDenied, Unavailable
+from services.common.model.checkpoint_files import StoredTensor
 from services.worker.boot.common import Loaded
+from services.worker.engine.uploads import Uploads
 from services.worker.models.base import Staged
 from services.worker.runner.base import Runner
+from tokasaurus.common.v1 import weights_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -31,6 +34,7 @@ class WeightsVersion(NamedTuple):
     committed_unix_ns: int = 0
     update_id: str = ""
     fingerprint: int = 0
+    uploaded: bool = False
 
 
 class _Update(NamedTuple):
@@ -39,6 +43,7 @@ class _Update(NamedTuple):
     update_id: str
     version: str
     directory: str
+    uploaded: bool
     staged: Staged
 
 
@@ -51,16 +56,21 @@ class ModelWeights:
         runner: Runner,
         run_alone: Callable[[Callable[[], None]], "Future[None]"],
         directories: Sequence[str],
+        address: str,
     ) -> None:
-        """``run_alone`` runs a call between two steps. ``directories`` is the flag ``weight_directories``."""
+        """``run_alone`` runs a call between two steps. ``directories`` is the flag ``weight_directories``.
+
+        ``address`` is that of the worker, for ``Uploads``.
+        """
         self._loaded, self._runner, self._run_alone = loaded, runner, run_alone
         self._directories = [Path(each).expanduser().resolve() for each in directories]
+        self._uploads = Uploads(self._directories[0], address) if self._directories else None
         self._changing = threading.Lock()  # held while tensors are read or written
         self._staged: _Update | None = None
         self.version = WeightsVersion("", str(loaded.directory))
 
     def stage(self, update_id: str, version: str, directory: str) -> Staged:
-        """Read and check new weights, and return them.
+        """Read and check new weights, and return them. An empty ``directory`` stands for the upload of the update.
 
         Raises ``InvalidRequest``, ``PermissionDenied`` and ``FailedPrecondition``. Then nothing is staged.
         """
@@ -68,8 +78,13 @@ class ModelWeights:
             raise InvalidRequest(f"expected 1 to {_VERSION_CHARACTERS} characters", field="version")
         with self._changing:
             self._staged = None
-            staged = self._loaded.source.stage(self._permitted(directory), self._loaded.model)
-            self._staged = _Update(update_id, version, directory, staged)
+            path = directory or str(self.uploads.find(update_id))
+            try:
+                staged = self._loaded.source.stage(self._permitted(path), self._loaded.model)
+            except InvalidRequest as error:
+                error.field = error.field if directory else "header.tensors"
+                raise
+            self._staged = _Update(update_id, version, path, not directory, staged)
         return staged
 
     def commit(self, update_id: str) -> WeightsVersion:
@@ -95,15 +110,38 @@ class ModelWeights:
             except Exception as error:
                 raise Internal(f"the weights were written in part ({error!r}); the worker ends") from error
             fingerprint = update.staged.fingerprint
-            self.version = WeightsVersion(update.version, update.directory, time.time_ns(), update_id, fingerprint)
+            self.version = WeightsVersion(
+                update.version, update.directory, time.time_ns(), update_id, fingerprint, update.uploaded
+            )
         log.info("weights replaced", version=update.version, directory=update.directory)
         return self.version
 
-    def discard(self, update_id: str) -> None:
-        """Forget a staged update."""
+    def discard(self, update_id: str, *, remove_upload: bool = False) -> None:
+        """Forget a staged update. With ``remove_upload``, also remove its upload, unless it is committed."""
         with self._changing:
             if self._staged is not None and self._staged.update_id == update_id:
                 self._staged = None
+            if remove_upload and self._uploads is not None and update_id != self.version.update_id:
+                self._uploads.remove(update_id)
+
+    @property
+    def uploads(self) -> Uploads:
+        """The uploads of updates. Raises ``PermissionDenied`` without ``weight_directories``."""
+        if self._uploads is None:
+            raise _without_directories()
+        return self._uploads
+
+    def receive(
+        self, update_id: str, tensors: Mapping[str, StoredTensor], chunks: Iterable[weights_pb2.TensorChunk]
+    ) -> None:
+        """Write an upload that was prepared, if ``tensors`` fit the model. Raises as ``Uploads.receive``."""
+        self._loaded.source.check_upload(tensors)
+        self.uploads.receive(update_id, tensors, chunks)
+
+    def begin_stream(self) -> None:
+        """Remove all uploads but that of the present weights, since no other update can be committed any more."""
+        if self._uploads is not None:
+            self._uploads.keep_only(self.version.update_id)
 
     def checksums(self) -> tuple[WeightsVersion, list[tuple[str, str]]]:
         """Return the version, and name and checksum of each tensor in the order of names, between two updates."""
@@ -114,9 +152,7 @@ class ModelWeights:
     def _permitted(self, directory: str) -> Path:
         """Return the resolved ``directory``. Raises ``PermissionDenied`` and ``InvalidRequest``."""
         if not self._directories:
-            raise PermissionDenied(
-                "this worker replaces no weights: start it with weight_directories=, the directories to read them from"
-            )
+            raise _without_directories()
         path = Path(directory)
         if len(directory) > _MOST_CHARACTERS or "\0" in directory or not path.is_absolute():
             raise InvalidRequest("expected an absolute path", field="directory")
@@ -133,6 +169,12 @@ class ModelWeights:
         if not is_directory:
             raise InvalidRequest(f"{directory} is no directory on the worker's host", field="directory")
         return path
+
+
+def _without_directories() -> PermissionDenied:
+    return PermissionDenied(
+        "this worker replaces no weights: start it with weight_directories=, the directories to read them from"
+    )
 
 
 def _checksum(tensor: torch.Tensor) -> str:

@@ -1,7 +1,7 @@
 """The interface of models, which runners compute, and of their sources, from which the boot makes them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from services.common.config import ChosenWorkerConfig
 from services.common.errors import FailedPrecondition
+from services.common.model.checkpoint_files import StoredTensor
 from services.worker.attention.base import AttentionStep, LayerAttention, RotatingAttentionStep
 from services.worker.described.config import ModelConfig, Windows
 from services.worker.described.ranks import Ranks
@@ -123,6 +124,13 @@ class ModelSource(ABC):
 
     def stage(self, directory: Path, model: RankModel) -> Staged:
         """Return the tensors in ``directory`` for ``model``, which ``fill`` has filled and which may be running.
+
+        Raises ``InvalidRequest``, which names the tensor that does not fit, and ``FailedPrecondition``.
+        """
+        raise _irreplaceable()
+
+    def check_upload(self, tensors: Mapping[str, StoredTensor]) -> None:
+        """Check the descriptions of tensors that will be uploaded, by name.
 
         Raises ``InvalidRequest``, which names the tensor that does not fit, and ``FailedPrecondition``.
         """

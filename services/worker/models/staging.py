@@ -1,7 +1,7 @@
 """Reading of new weights for a model that runs."""
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +10,14 @@ import torch
 
 from services.common.errors import FailedPrecondition, InvalidRequest
 from services.common.host.resources import available_memory
-from services.common.model.checkpoint_files import weight_paths
+from services.common.model.checkpoint_files import StoredTensor, weight_paths
 from services.worker.described.checkpoint import checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
 from services.worker.models import weights
 from services.worker.models.base import Staged
 from services.worker.models.decoder import DecoderModel
 
+_UPLOAD = "the upload"  # where a tensor is, in errors
 _FACTOR = 0x9E3779B97F4A7C15  # odd, and close to the golden ratio times 2^64
 _POSITIONS = np.arange(1 << 17, dtype=np.uint64) * np.uint64(0xB0A2FA93E88556EA) + np.uint64(1)  # odd
 
@@ -35,6 +36,26 @@ def stage(directory: Path, model: DecoderModel, described: ModelConfig) -> Stage
         raise InvalidRequest(error.message, field="directory") from error
     except (safetensors.SafetensorError, OSError) as error:
         raise InvalidRequest(f"{directory} cannot be read: {error}", field="directory") from error
+
+
+def check_upload(tensors: Mapping[str, StoredTensor], described: ModelConfig) -> None:
+    """Check the descriptions of tensors that will be uploaded, by name, before their bytes arrive.
+
+    Raises ``InvalidRequest``, which names the tensor, if one is missing, unexpected, or of another shape or dtype.
+    """
+    expected, used, unused = checkpoint_shapes(described), 0, 0
+    try:
+        for name, stored in tensors.items():
+            if name not in expected and not is_ignored(name, described):
+                raise InvalidRequest(f"{_UPLOAD}: {name} has no place in this architecture; leave it out")
+            weights.check_stored(_UPLOAD, name, stored, expected.get(name, stored.shape))
+            used, unused = (used + stored.nbytes, unused) if name in expected else (used, unused + stored.nbytes)
+        weights.check_missing(_UPLOAD, expected.keys() - tensors.keys())
+        if unused > used:
+            largest = max(tensors.keys() - expected.keys(), key=lambda name: tensors[name].nbytes)
+            raise InvalidRequest(f"{_UPLOAD}: {largest} is not used, and too large to be received; leave it out")
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, field="header.tensors") from error
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ import safetensors
 import torch
 
 from services.common.errors import InvalidRequest
-from services.common.model.checkpoint_files import FLOATS, BrokenFile, read_shards, weight_paths
+from services.common.model.checkpoint_files import FLOATS, BrokenFile, StoredTensor, read_shards, weight_paths
 from services.common.model.json_object import read_json
 from services.worker.described.checkpoint import EMBEDDING, HEAD, checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
@@ -59,14 +59,8 @@ def check(directory: Path, model: ModelConfig) -> None:
             if name not in expected:
                 continue
             missing.discard(name)
-            _check_shape(shard.path, name, stored.shape, expected[name])
-            if stored.dtype not in FLOATS:
-                raise InvalidRequest(
-                    f"{shard.path}: {name} has dtype {stored.dtype}; expected one of {', '.join(sorted(FLOATS))}:"
-                    " choose a checkpoint that is not quantized",
-                    field="model",
-                )
-    _check_missing(directory, missing)
+            check_stored(shard.path, name, stored, expected[name])
+    check_missing(directory, missing)
     if model.tied_embeddings and HEAD in places and not _are_equal(places):
         raise InvalidRequest(
             f"{places[HEAD]}: {HEAD} differs from {EMBEDDING}, and config.json ties them; set tie_word_embeddings to"
@@ -95,7 +89,7 @@ def load(directory: Path, targets: Mapping[str, LoadTarget], model: ModelConfig)
                         unexpected.append(name)
         except (safetensors.SafetensorError, OSError) as error:
             raise InvalidRequest(f"{path} cannot be read: {error}; fetch the file again", field="model") from error
-    _check_missing(directory, missing)
+    check_missing(directory, missing)
     if unexpected:
         raise InvalidRequest(
             f"{directory}: {len(unexpected)} tensors have no place in this architecture, e.g. {min(unexpected)};"
@@ -146,19 +140,31 @@ def _skew(router: torch.Tensor) -> None:
     router.mul_((_ROUTER_SKEW ** (spread - 0.5)).unsqueeze(1).to(router.dtype))
 
 
-def _check_missing(directory: Path, missing: Collection[str]) -> None:
+def check_stored(place: Path | str, name: str, stored: StoredTensor, shape: Sequence[int]) -> None:
+    """Raise ``InvalidRequest`` if a tensor at ``place`` has not the shape ``shape``, or is not of floats."""
+    _check_shape(place, name, stored.shape, shape)
+    if stored.dtype not in FLOATS:
+        raise InvalidRequest(
+            f"{place}: {name} has dtype {stored.dtype}; expected one of {', '.join(sorted(FLOATS))}: choose a"
+            " checkpoint that is not quantized",
+            field="model",
+        )
+
+
+def check_missing(place: Path | str, missing: Collection[str]) -> None:
+    """Raise ``InvalidRequest`` if tensors are ``missing`` at ``place``."""
     if missing:
         raise InvalidRequest(
-            f"{directory}: {len(missing)} tensors that config.json asks for are missing, e.g. {min(missing)};"
+            f"{place}: {len(missing)} tensors that config.json asks for are missing, e.g. {min(missing)};"
             " the checkpoint is incomplete or of another architecture",
             field="model",
         )
 
 
-def _check_shape(path: Path, name: str, shape: Sequence[int], expected: Sequence[int]) -> None:
+def _check_shape(place: Path | str, name: str, shape: Sequence[int], expected: Sequence[int]) -> None:
     if list(shape) != list(expected):
         raise InvalidRequest(
-            f"{path}: {name} has shape {list(shape)}, config.json asks for {list(expected)}", field="model"
+            f"{place}: {name} has shape {list(shape)}, config.json asks for {list(expected)}", field="model"
         )
 
 

@@ -1,0 +1,38 @@
+"""Reads the messages of UploadWeights."""
+
+from collections.abc import Iterable, Iterator
+
+from services.common.errors import InvalidRequest
+from services.common.model.checkpoint_files import FLOATS, StoredTensor
+from tokasaurus.common.v1 import weights_pb2 as common_weights_pb2
+from tokasaurus.worker.v1 import weights_pb2
+
+
+def read_header(first: weights_pb2.UploadWeightsRequest | None) -> weights_pb2.UploadHeader:
+    """Return the header in the first message. Raises ``InvalidRequest``."""
+    if first is None or not first.HasField("header"):
+        raise InvalidRequest("the first message of UploadWeights must be a header", field="header")
+    return first.header
+
+
+def read_tensors(header: weights_pb2.UploadHeader) -> dict[str, StoredTensor]:
+    """Return the descriptions of the tensors by name. Raises ``InvalidRequest``, which names the tensor."""
+    tensors: dict[str, StoredTensor] = {}
+    for each in header.tensors:
+        if each.name in tensors:
+            raise InvalidRequest(f"{each.name[:256]} is in the header twice; leave one out", field="header.tensors")
+        if each.dtype not in FLOATS:
+            expected = ", ".join(sorted(FLOATS))
+            raise InvalidRequest(
+                f"{each.name[:256]} has dtype {each.dtype[:64]!r}; expected one of {expected}", field="header.tensors"
+            )
+        tensors[each.name] = StoredTensor(each.dtype, tuple(each.shape))
+    return tensors
+
+
+def read_chunks(requests: Iterable[weights_pb2.UploadWeightsRequest]) -> Iterator[common_weights_pb2.TensorChunk]:
+    """Yield the chunks of the messages after the header. Raises ``InvalidRequest`` for another message."""
+    for request in requests:
+        if not request.HasField("chunk"):
+            raise InvalidRequest("expected a chunk after the header", field="chunk")
+        yield request.chunk

@@ -1,0 +1,131 @@
+"""Files of uploaded weights."""
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import shutil
+import socket
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import structlog
+
+from services.common.errors import FailedPrecondition, InvalidRequest
+from services.common.model.checkpoint_files import StoredTensor
+from services.worker.engine.tensor_file import TensorFile
+from tokasaurus.common.v1 import weights_pb2
+
+log = structlog.get_logger(__name__)
+
+FOLDER = "toka-uploads"
+_FILE = "model.safetensors"
+_UPDATE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
+_UNIX = "unix:"
+
+
+class Uploads:
+    """Directories ``toka-uploads/OWNER/UPDATE_ID`` with a safetensors file each. Any thread may call.
+
+    The owner is the worker that wrote the file. Only the owner removes it. Other workers of the same file system read
+    it.
+    """
+
+    def __init__(self, directory: Path, address: str) -> None:
+        """Create nothing yet. ``address`` is where the worker listens: the same after a restart."""
+        self._all = directory / FOLDER
+        self._own = self._all / _owner(address)
+        self._lock = threading.Lock()  # protects the creation and the removal of directories
+
+    def prepare(self, update_id: str) -> bool:
+        """Make the directory of an upload, unless another worker has made it. Return whether this worker receives it.
+
+        Raises ``InvalidRequest`` for a malformed id, and ``FailedPrecondition`` if the directory cannot be made.
+        """
+        _check_id(update_id)
+        with self._lock:
+            if any(self._all.glob(f"*/{update_id}")):
+                return False
+            try:
+                (self._own / update_id).mkdir(parents=True)
+            except OSError as error:
+                raise FailedPrecondition(_cannot_write(self._own, error)) from error
+        return True
+
+    def receive(
+        self, update_id: str, tensors: Mapping[str, StoredTensor], chunks: Iterable[weights_pb2.TensorChunk]
+    ) -> None:
+        """Write a prepared upload. ``tensors`` describe it.
+
+        Raises ``InvalidRequest``, which names the tensor, and ``FailedPrecondition`` if the files cannot be written.
+        The caller removes the upload then.
+        """
+        _check_id(update_id)
+        path = self._own / update_id / _FILE
+        try:
+            size, free = sum(each.nbytes for each in tensors.values()), shutil.disk_usage(path.parent).free
+            if size > free:
+                raise OSError(errno.ENOSPC, f"{size:,} bytes are needed and {free:,} are free")
+            with TensorFile(path, tensors) as file:
+                for chunk in chunks:
+                    file.write(chunk.name, chunk.offset, chunk.data)
+                file.check()
+            path.stat()  # a new stream of plans may have removed it
+        except OSError as error:
+            raise FailedPrecondition(_cannot_write(path, error)) from error
+
+    def find(self, update_id: str) -> Path:
+        """Return the directory of an upload to this worker, or to another one of its file system.
+
+        Raises ``InvalidRequest`` if there is none.
+        """
+        if _UPDATE_ID.fullmatch(update_id):
+            found = [self._own / update_id, *sorted(self._all.glob(f"*/{update_id}"))]
+            for directory in found:
+                if directory.is_dir():
+                    return directory
+        raise InvalidRequest(
+            f"{self._all} has no upload of the update {update_id[:64]!r}: it was discarded or removed; upload the"
+            " weights again",
+            field="directory",
+        )
+
+    def remove(self, update_id: str) -> None:
+        """Remove an upload to this worker. An unknown one has no effect."""
+        if _UPDATE_ID.fullmatch(update_id):
+            with self._lock:
+                self._remove(self._own / update_id)
+
+    def keep_only(self, update_id: str) -> None:
+        """Remove all uploads to this worker but that of ``update_id``. An empty id keeps none."""
+        with self._lock:
+            for directory in list(self._own.glob("*")):
+                if directory.name != update_id:
+                    self._remove(directory)
+
+    def _remove(self, directory: Path) -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        if directory.exists():
+            log.warning("an upload cannot be removed: remove it yourself", path=str(directory))
+        with contextlib.suppress(OSError):  # it has another upload
+            self._own.rmdir()
+
+
+def _check_id(update_id: str) -> None:
+    if not _UPDATE_ID.fullmatch(update_id):
+        raise InvalidRequest("expected 1 to 64 ASCII letters, digits and '-'", field="update_id")
+
+
+def _owner(address: str) -> str:
+    """Return a name for the worker at ``address`` of this host."""
+    if address.startswith(_UNIX):
+        address = _UNIX + os.path.abspath(address.removeprefix(_UNIX))
+    return hashlib.blake2b(f"{socket.gethostname()} {address}".encode(), digest_size=8).hexdigest()
+
+
+def _cannot_write(path: Path, error: OSError) -> str:
+    if error.errno == errno.ENOSPC:
+        return f"{path}: the disk has too little space for the upload ({error.strerror}); make room, and upload again"
+    return f"{path} cannot be written ({error.strerror}); see to it that the worker may write there, and upload again"
