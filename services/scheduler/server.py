@@ -37,6 +37,7 @@ from services.scheduler.engine.statsd import Statsd
 from services.scheduler.grammar.checker import GrammarChecker
 from services.scheduler.record.recorder import Recorder
 from services.scheduler.workers.link import WorkerLink
+from services.scheduler.workers.upload import Uploader
 from tokasaurus.scheduler.v1 import scheduler_pb2_grpc
 from tokasaurus.worker.v1 import worker_pb2
 
@@ -125,7 +126,7 @@ class SchedulerServer:
         )
         self._grammar_checker = GrammarChecker(config.tokenizer or str(card.directory), card.eos_token_ids)
         send_timeout = SendTimeout(config.slow_client_seconds)
-        updates = WeightUpdates(self._hub, self._link)
+        updates = WeightUpdates(self._hub, self._link, Uploader(config.worker_addresses, dialer))
         servicer = SchedulerServicer(
             self._hub, self.model, self._grammar_checker, updates, self.scheduler_id, send_timeout, access
         )

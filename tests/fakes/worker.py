@@ -26,6 +26,7 @@ from services.common.process.tracing import Tracing
 from services.common.rpc.server import RpcServer
 from services.worker.engine.traces import PrefillTraces
 from tests.fakes.model import FakeModel, FakeShape, Script, Violation, parrot_script, reply_script
+from tests.fakes.uploads import FakeUploads
 from tokasaurus.common.v1 import weights_pb2
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
 from tokasaurus.worker.v1 import weights_pb2 as worker_weights_pb2
@@ -39,13 +40,14 @@ class _Plans(asyncio.Queue):
     unanswered = 0
 
 
-class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
+class FakeWorker(FakeUploads, worker_pb2_grpc.WorkerServiceServicer):
     """One worker at one address, alone or as one rank of several. Owned and driven by one asyncio loop.
 
     ``violations`` collects broken contracts: a test asserts that it stays empty.
     """
 
     def __init__(self, shape: FakeShape | None = None, script: Script | None = None, step_s: float = 0.0) -> None:
+        super().__init__()
         self.shape = shape or FakeShape()
         self.script = script
         self.step_s = step_s
@@ -151,7 +153,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.staged = None
         if (waiting := self.on_stage()) is not None:
             await asyncio.shield(waiting)
-        if (content := self._content(request.directory)) is None:
+        if (content := self._content(request)) is None:
             raise InvalidRequest(f"{request.directory}: model.norm.weight is missing", field="directory")
         self.staged = request
         return worker_weights_pb2.StageWeightsResponse(tensors=1, bytes=100, fingerprint=content)
@@ -164,10 +166,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             await waiting
         self.weights = weights_pb2.Weights(
             version=staged.version,
-            directory=staged.directory,
+            directory=staged.directory or f"/uploads/{staged.update_id}",
             update_id=staged.update_id,
             committed_unix_ns=time.time_ns(),
-            fingerprint=self._content(staged.directory),
+            fingerprint=self._content(staged),
+            uploaded=not staged.directory,
         )
         self.model.weights = self.weights.fingerprint
         return worker_weights_pb2.CommitWeightsResponse(weights=self.weights)
@@ -175,6 +178,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def DiscardWeights(self, request, context):
         if self.staged is not None and self.staged.update_id == request.update_id:
             self.staged = None
+        if request.remove_upload and request.update_id != self.weights.update_id:
+            self.remove_uploads(lambda update_id: update_id == request.update_id)
         self.on_discard()
         return worker_weights_pb2.DiscardWeightsResponse()
 
@@ -184,8 +189,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             response.checksums.add(name="norm", blake2b=f"{self.weights.fingerprint:032x}")
         return response
 
-    def _content(self, directory: str) -> int | None:
-        """The number of the weights in ``directory``."""
+    def _content(self, request: worker_weights_pb2.StageWeightsRequest) -> int | None:
+        """The number of the weights to stage: of an upload, its first byte."""
+        if not (directory := request.directory):
+            upload = self.uploads.get(request.update_id)
+            return None if upload is None else upload.data[0]
         above, _, name = directory.rpartition("/")
         return self.disk.get(directory, int(name) if above == "/weights" and name.isdecimal() else None)
 
@@ -206,6 +214,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.model = FakeModel(self.shape, self.script)
         self.model.weights = self.weights.fingerprint
         self.model.fail_tokens = self.fail_tokens
+        self.remove_uploads(lambda update_id: update_id != self.weights.update_id)
         self.streams += 1
         self.stream_ids.append(hello.stream_id)
         self.at_rest.clear()

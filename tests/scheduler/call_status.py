@@ -4,11 +4,13 @@ import contextlib
 
 import grpc
 
+_UNARY = (grpc.aio.UnaryUnaryCall, grpc.aio.StreamUnaryCall)  # calls with one response
+
 
 async def ends(call: grpc.aio.Call) -> grpc.StatusCode:
     """Read ``call`` to its end, and return its status."""
     with contextlib.suppress(grpc.aio.AioRpcError):
-        while not isinstance(call, grpc.aio.UnaryUnaryCall) and await call.read() is not grpc.aio.EOF:
+        while not isinstance(call, _UNARY) and await call.read() is not grpc.aio.EOF:
             pass
     return await call.code()
 

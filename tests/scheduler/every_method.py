@@ -35,13 +35,14 @@ ADMIN = {
     "DiscardWeights": control_pb2.DiscardWeightsRequest(update_id="x"),
     "GetWeights": control_pb2.GetWeightsRequest(),
 }
-OF_ADMINS = {"Session", *ADMIN}
+OF_ADMINS = {"Session", "UploadWeights", *ADMIN}
 METHODS = {*OF_ADMINS, *INFERENCE, "reflection"}
-# How calls end that are allowed and do not succeed: there is no such request, mode, directory and update.
+# How calls end that are allowed and do not succeed: there is no such request, mode, directory, header and update.
 CODES = {
     "CancelRequest": grpc.StatusCode.NOT_FOUND,
     "Pause": grpc.StatusCode.INVALID_ARGUMENT,
     "StageWeights": grpc.StatusCode.INVALID_ARGUMENT,
+    "UploadWeights": grpc.StatusCode.INVALID_ARGUMENT,
     "CommitWeights": grpc.StatusCode.FAILED_PRECONDITION,
 }
 
@@ -55,5 +56,6 @@ def calls(channel: grpc.aio.Channel, metadata=()) -> dict[str, grpc.aio.Call]:
     return {
         **{name: getattr(stub, name)(message, metadata=metadata) for name, message in (INFERENCE | ADMIN).items()},
         "Session": stub.Session(iter([opening]), metadata=metadata),
+        "UploadWeights": stub.UploadWeights(iter([control_pb2.UploadWeightsRequest()]), metadata=metadata),
         "reflection": reflection.ServerReflectionInfo(iter([reflected]), metadata=metadata),
     }

@@ -21,7 +21,7 @@ _SERVICE = "/tokasaurus.scheduler.v1.SchedulerService/"
 _SESSION = f"{_SERVICE}Session"  # carries requests of any key
 # The other methods concern requests of all keys.
 _CONTROL = ("Pause", "Resume", "AbortRequests", "ResetPrefixCache")
-_WEIGHTS = ("StageWeights", "CommitWeights", "DiscardWeights", "GetWeights")
+_WEIGHTS = ("StageWeights", "UploadWeights", "CommitWeights", "DiscardWeights", "GetWeights")
 _OF_ADMINS = frozenset(
     {_SESSION} | {f"{_SERVICE}{name}" for name in ("ListRequests", "CancelRequest", "WatchPlans", *_CONTROL, *_WEIGHTS)}
 )

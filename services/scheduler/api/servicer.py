@@ -198,6 +198,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         version = request.version if request.HasField("version") else request.directory[:VERSION_CHARACTERS]
         return await self._updates.stage(request.directory, version)
 
+    async def UploadWeights(
+        self, request_iterator: AsyncIterator[control_pb2.UploadWeightsRequest], context: AnyContext
+    ) -> control_pb2.StageWeightsResponse:
+        return await self._updates.upload(request_iterator)
+
     async def CommitWeights(
         self, request: control_pb2.CommitWeightsRequest, context: AnyContext
     ) -> control_pb2.CommitWeightsResponse:

@@ -3,7 +3,8 @@
 import asyncio
 import time
 import uuid
-from typing import NamedTuple
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import structlog
 
@@ -13,6 +14,7 @@ from services.scheduler.api.hub import Hub
 from services.scheduler.core.request import PauseMode
 from services.scheduler.workers.link import WorkerLink
 from services.scheduler.workers.stream import WorkerStream
+from services.scheduler.workers.upload import Uploader
 from services.scheduler.workers.weights import Update
 from tokasaurus.common.v1 import weights_pb2
 from tokasaurus.scheduler.v1 import control_pb2
@@ -22,19 +24,22 @@ log = structlog.get_logger(__name__)
 VERSION_CHARACTERS = 256
 
 
-class _Staged(NamedTuple):
+@dataclass
+class _Staged:
     """An update that the workers of ``stream`` have staged."""
 
     update: Update
     stream: WorkerStream
+    commit_sent: bool = False  # from then on, workers may need its files
 
 
 class WeightUpdates:
     """Stages and commits updates, one at a time. Used on the event loop."""
 
-    def __init__(self, hub: Hub, link: WorkerLink) -> None:
+    def __init__(self, hub: Hub, link: WorkerLink, uploader: Uploader) -> None:
         self._hub = hub
         self._link = link
+        self._uploader = uploader
         self._changing = asyncio.Lock()  # held while an update is staged, committed or discarded
         self._staged: _Staged | None = None
         self._discarding: set[asyncio.Task[None]] = set()  # a task without a reference may be collected
@@ -46,13 +51,26 @@ class WeightUpdates:
 
         If the caller is cancelled, they are forgotten as soon as they have been read.
         """
-        if not 1 <= len(version) <= VERSION_CHARACTERS:
-            raise InvalidRequest(f"expected 1 to {VERSION_CHARACTERS} characters", field="version")
+        if not directory:
+            raise InvalidRequest("expected an absolute path on the workers' hosts", field="directory")
+        _check_version(version, "version")
         update = Update(uuid.uuid4().hex, version, directory)
-        staging = asyncio.create_task(self._stage(update))
         async with undo_on_error_async(self._forget_later, update):
-            size = await asyncio.shield(staging)
-        return control_pb2.StageWeightsResponse(update_id=update.update_id, bytes=size)
+            return await self._stage_to_the_end(update)
+
+    async def upload(
+        self, requests: AsyncIterator[control_pb2.UploadWeightsRequest]
+    ) -> control_pb2.StageWeightsResponse:
+        """Send weights to all workers and stage them. Raises ``TokaError``; then none is staged, and no file is left.
+
+        If the caller is cancelled, the files are removed.
+        """
+        header = await _read_header(requests)
+        _check_version(header.version, "header.version")
+        update, stream = Update(uuid.uuid4().hex, header.version, directory=""), self._connected()
+        async with undo_on_error_async(self._forget_later, update):
+            await self._send(update, header, _read_chunks(requests), stream)
+            return await self._stage_to_the_end(update, stream)
 
     async def commit(self, update_id: str, mode: PauseMode, *, recompute: bool) -> control_pb2.CommitWeightsResponse:
         """Commit a staged update between two steps. Raises ``TokaError``.
@@ -64,9 +82,9 @@ class WeightUpdates:
     async def discard(self, update_id: str) -> None:
         """Forget a staged update."""
         async with self._changing:
-            if self._staged is not None and self._staged.update.update_id == update_id:
+            if (staged := self._staged) is not None and staged.update.update_id == update_id:
                 self._staged = None
-                await self._forget(update_id)
+                await self._forget(staged.update)
 
     async def read(self, *, checksums: bool) -> control_pb2.GetWeightsResponse:
         """Return the weights of the replica, and the checksums of each rank. Raises ``TokaError``."""
@@ -77,25 +95,62 @@ class WeightUpdates:
             response.ranks.add(address=address, tensors=rank.checksums)
         return response
 
-    async def _stage(self, update: Update) -> int:
-        """Stage ``update``. Return its bytes."""
+    async def _send(
+        self,
+        update: Update,
+        header: control_pb2.UploadHeader,
+        chunks: AsyncIterator[weights_pb2.TensorChunk],
+        stream: WorkerStream,
+    ) -> None:
+        """Send an upload to the workers of ``stream``. Raises ``Unavailable`` if one is lost meanwhile."""
+        loop = asyncio.get_running_loop()
+        sending = asyncio.create_task(self._uploader.send(update.update_id, header.tensors, chunks))
+        with stream.weights.cancelling(lambda: loop.call_soon_threadsafe(sending.cancel)):
+            try:
+                await sending
+            except asyncio.CancelledError:
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise
+                raise _lost() from None
+
+    async def _stage_to_the_end(
+        self, update: Update, stream: WorkerStream | None = None
+    ) -> control_pb2.StageWeightsResponse:
+        """Stage ``update``, also if the caller is cancelled meanwhile. Its files are at the workers of ``stream``."""
+        size = await asyncio.shield(asyncio.create_task(self._stage(update, stream)))
+        return control_pb2.StageWeightsResponse(update_id=update.update_id, bytes=size)
+
+    async def _stage(self, update: Update, uploaded_to: WorkerStream | None) -> int:
+        """Stage ``update`` in place of the update that is staged. Return its bytes."""
         async with self._changing:
-            self._staged, stream = None, self._connected()
+            replaced, self._staged, stream = self._staged, None, self._connected()
+            if replaced is not None and replaced.update.uploaded:
+                await self._forget(replaced.update)
+            if uploaded_to not in (None, stream):
+                raise _lost()
             _, size = await asyncio.to_thread(stream.weights.stage, update)
             self._staged = _Staged(update, stream)
-        log.info("weights staged", version=update.version, directory=update.directory, bytes=size)
+        log.info("weights staged", version=update.version, directory=update.directory or "uploaded", bytes=size)
         return size
 
     async def _forget_later(self, update: Update) -> None:
-        """Discard ``update`` when it has been staged. Its caller has left."""
-        task = asyncio.create_task(self.discard(update.update_id))  # it takes the lock after the task that stages it
+        """Forget ``update`` when no other call changes weights. Its caller has left, or it failed."""
+        task = asyncio.create_task(self._forget_next(update))  # it takes the lock after the task that stages it
         self._discarding.add(task)
         task.add_done_callback(self._discarding.discard)
+        await asyncio.shield(task)
 
-    async def _forget(self, update_id: str) -> None:
-        """Make the connected workers forget an update."""
+    async def _forget_next(self, update: Update) -> None:
+        async with self._changing:
+            if self._staged is not None and self._staged.update == update:
+                self._staged = None
+            await self._forget(update)
+
+    async def _forget(self, update: Update, *, commit_sent: bool = False) -> None:
+        """Make the connected workers forget an update, and remove its files unless a worker may need them."""
         if (stream := self._link.stream) is not None:
-            await asyncio.to_thread(stream.weights.discard, update_id)
+            remove_upload = update.uploaded and not commit_sent
+            await asyncio.to_thread(stream.weights.discard, update.update_id, remove_upload=remove_upload)
 
     async def _commit(self, update_id: str, mode: PauseMode, *, recompute: bool) -> control_pb2.CommitWeightsResponse:
         async with self._changing:
@@ -106,8 +161,8 @@ class WeightUpdates:
                     " staged after it; stage it again",
                     field="update_id",
                 )
-            self._staged = None
-            async with undo_on_error_async(self._forget, update_id):
+            self._staged, before = None, self._link.committed
+            async with undo_on_error_async(self._forget_uncommitted, staged):
                 pause = await asyncio.wrap_future(engine.pause(mode, recompute=recompute, join=True))
                 began_ns = time.perf_counter_ns()
                 try:
@@ -116,9 +171,14 @@ class WeightUpdates:
                 finally:
                     resuming = engine.resume(pause.number)
                 await asyncio.wrap_future(resuming)
-        paused_ns = 0 if pause.joined else time.perf_counter_ns() - began_ns
+            paused_ns = 0 if pause.joined else time.perf_counter_ns() - began_ns
+            if before.uploaded:  # no worker needs its files any more
+                await self._forget(Update(before.update_id, before.version, directory=""))
         log.info("weights committed", version=weights.version, paused_ms=round(paused_ns * 1e-6))
         return control_pb2.CommitWeightsResponse(weights=weights, aborted_samples=pause.aborted, paused_ns=paused_ns)
+
+    async def _forget_uncommitted(self, staged: _Staged) -> None:
+        await self._forget(staged.update, commit_sent=staged.commit_sent)
 
     async def _write(self, staged: _Staged) -> weights_pb2.Weights:
         """Write staged weights on all workers, while the core is paused."""
@@ -126,6 +186,7 @@ class WeightUpdates:
             raise FailedPrecondition("generation was resumed before the commit; stage the update again")
         if self._link.stream is not staged.stream:
             raise Unavailable("a worker was lost after the update was staged; stage it again")
+        staged.commit_sent = True
         try:
             weights = await asyncio.to_thread(staged.stream.weights.commit, staged.update.update_id)
         except TokaError:
@@ -139,3 +200,28 @@ class WeightUpdates:
         if (stream := self._link.stream) is None:
             raise Unavailable("no worker is connected; try again")
         return stream
+
+
+async def _read_header(requests: AsyncIterator[control_pb2.UploadWeightsRequest]) -> control_pb2.UploadHeader:
+    first = await anext(requests, None)
+    if first is None or not first.HasField("header"):
+        raise InvalidRequest("the first message of UploadWeights must be a header", field="header")
+    return first.header
+
+
+async def _read_chunks(
+    requests: AsyncIterator[control_pb2.UploadWeightsRequest],
+) -> AsyncIterator[weights_pb2.TensorChunk]:
+    async for request in requests:
+        if not request.HasField("chunk"):
+            raise InvalidRequest("expected a chunk after the header", field="chunk")
+        yield request.chunk
+
+
+def _check_version(version: str, field: str) -> None:
+    if not 1 <= len(version) <= VERSION_CHARACTERS:
+        raise InvalidRequest(f"expected 1 to {VERSION_CHARACTERS} characters", field=field)
+
+
+def _lost() -> Unavailable:
+    return Unavailable("a worker was lost during the upload; upload the weights again")

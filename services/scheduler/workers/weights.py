@@ -1,8 +1,9 @@
 """Calls about weights to all workers of a replica."""
 
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import grpc
 
@@ -26,7 +27,24 @@ class Update(NamedTuple):
 
     update_id: str
     version: str
-    directory: str
+    directory: str  # empty = uploaded
+
+    @property
+    def uploaded(self) -> bool:
+        """True if its files were uploaded."""
+        return not self.directory
+
+
+class _Cancellable(Protocol):
+    """A call, or a task."""
+
+    def cancel(self) -> object: ...
+
+
+class _Task(NamedTuple):
+    """A task that ``cancel`` cancels."""
+
+    cancel: Callable[[], object]
 
 
 class WorkerWeights:
@@ -35,7 +53,7 @@ class WorkerWeights:
     def __init__(self, stubs: Stubs) -> None:
         self._stubs = stubs
         self._lock = threading.Lock()  # protects the next two fields
-        self._calls: set[grpc.RpcContext] = set()  # in which threads block
+        self._calls: set[_Cancellable] = set()
         self._closed = False
 
     def stage(self, update: Update) -> tuple[int, int]:
@@ -49,8 +67,8 @@ class WorkerWeights:
             staged = self._call(lambda stub: stub.StageWeights, request, _STAGE_TIMEOUT_S)
             if len({each.fingerprint for each in staged.values()}) > 1:
                 raise FailedPrecondition(
-                    f"the workers {', '.join(staged)} read different weights in {update.directory}: use a file system"
-                    " that all of them share, and write the files before the call"
+                    f"the workers {', '.join(staged)} read different weights in {update.directory or 'their uploads'}:"
+                    " use a file system that all of them share, and write the files before the call"
                 )
         except TokaError:
             self.discard(update.update_id)
@@ -76,9 +94,26 @@ class WorkerWeights:
         for call in calls:
             call.cancel()
 
-    def discard(self, update_id: str) -> None:
-        """Forget an update on all workers, as far as they can be called."""
-        request = worker_weights_pb2.DiscardWeightsRequest(update_id=update_id)
+    @contextmanager
+    def cancelling(self, cancel: Callable[[], object]) -> Iterator[None]:
+        """Call ``cancel`` if the connection ends before the block does. Raises ``Unavailable`` if it has ended."""
+        task = _Task(cancel)
+        with self._lock:
+            if self._closed:
+                raise _ended()
+            self._calls.add(task)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls.discard(task)
+
+    def discard(self, update_id: str, *, remove_upload: bool = False) -> None:
+        """Forget an update on all workers, as far as they can be called.
+
+        ``remove_upload``: also remove its uploaded files. Not after a commit was sent: a rank may need them.
+        """
+        request = worker_weights_pb2.DiscardWeightsRequest(update_id=update_id, remove_upload=remove_upload)
         self._gather(lambda stub: stub.DiscardWeights, request, _TIMEOUT_S)
 
     def read(self, *, checksums: bool) -> dict[str, worker_weights_pb2.GetWeightsResponse]:
@@ -98,7 +133,7 @@ class WorkerWeights:
     ) -> tuple[dict[str, Any], TokaError | None]:
         with self._lock:
             if self._closed:
-                return {}, Unavailable("the connection to the workers has ended; try again")
+                return {}, _ended()
             calls = {address: method(stub).future(request, timeout=timeout_s) for address, stub in self._stubs.items()}
             self._calls.update(calls.values())
         responses: dict[str, Any] = {}
@@ -115,6 +150,10 @@ class WorkerWeights:
         return responses, first
 
 
+def _ended() -> Unavailable:
+    return Unavailable("the connection to the workers has ended; try again")
+
+
 def restore(
     weights: WorkerWeights, infos: Mapping[str, worker_pb2.WorkerInfo], last: weights_pb2.Weights
 ) -> weights_pb2.Weights:
@@ -127,7 +166,7 @@ def restore(
     newest = max([last, *present], key=lambda each: each.committed_unix_ns)
     if all(each.update_id == newest.update_id for each in present):
         return newest
-    update = Update(newest.update_id, newest.version, newest.directory)
+    update = Update(newest.update_id, newest.version, "" if newest.uploaded else newest.directory)
     try:
         fingerprint, _ = weights.stage(update)
     except TokaError as error:

@@ -1,0 +1,80 @@
+"""Sends uploaded weights to the workers of a replica while they arrive."""
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+import grpc
+
+from services.common.errors import FailedPrecondition, TokaError, Unavailable
+from services.common.rpc.channel import Dialer
+from services.common.rpc.fan_out import send_to_all
+from services.common.rpc.status import from_rpc_error
+from tokasaurus.common.v1 import weights_pb2
+from tokasaurus.worker.v1 import weights_pb2 as worker_weights_pb2
+from tokasaurus.worker.v1 import worker_pb2_grpc
+
+if TYPE_CHECKING:
+    from tokasaurus.worker.v1.worker_pb2_grpc import WorkerServiceAsyncStub
+
+_PREPARE_TIMEOUT_S = 10.0
+_SINCE = "2.3"  # version of the contract
+
+
+class Uploader:
+    """Sends uploads over connections of their own. Used on the event loop."""
+
+    def __init__(self, addresses: Sequence[str], dialer: Dialer) -> None:
+        self._addresses, self._dialer = addresses, dialer
+
+    async def send(
+        self,
+        update_id: str,
+        tensors: Iterable[weights_pb2.UploadedTensor],
+        chunks: AsyncIterator[weights_pb2.TensorChunk],
+    ) -> None:
+        """Send an upload to one worker of each file system. Return when they have all of it.
+
+        Few chunks are in memory at a time. Raises the error of a worker. The caller discards the upload then.
+        """
+        async with AsyncExitStack() as opened:
+            calls = {}
+            for address in self._addresses:  # one after the other: workers see what another one has prepared
+                channel = await opened.enter_async_context(self._dialer.open_aio(address))
+                stub: WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
+                if await _prepare(address, stub, update_id):
+                    calls[address] = stub.UploadWeights()
+            header = worker_weights_pb2.UploadHeader(update_id=update_id, tensors=tensors)
+            for each in await send_to_all(calls, _messages(header, chunks), _error):
+                if isinstance(each, TokaError):
+                    raise each
+
+
+async def _prepare(address: str, stub: "WorkerServiceAsyncStub", update_id: str) -> bool:
+    """Return whether the worker has to receive the upload. Raises ``TokaError``."""
+    request = worker_weights_pb2.PrepareUploadRequest(update_id=update_id)
+    try:
+        response: worker_weights_pb2.PrepareUploadResponse = await stub.PrepareUpload(
+            request, timeout=_PREPARE_TIMEOUT_S
+        )
+    except grpc.RpcError as error:
+        raise _error(address, error) from error
+    return response.needed
+
+
+async def _messages(
+    header: worker_weights_pb2.UploadHeader, chunks: AsyncIterator[weights_pb2.TensorChunk]
+) -> AsyncIterator[worker_weights_pb2.UploadWeightsRequest]:
+    yield worker_weights_pb2.UploadWeightsRequest(header=header)
+    async for chunk in chunks:
+        yield worker_weights_pb2.UploadWeightsRequest(chunk=chunk)
+
+
+def _error(address: str, error: Exception) -> TokaError:
+    if not isinstance(error, grpc.RpcError):
+        return Unavailable(f"worker {address}: the connection has ended; upload the weights again")
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return FailedPrecondition(f"worker {address} does not receive uploads; upgrade it to contract {_SINCE}")
+    found = from_rpc_error(error)
+    found.message = f"worker {address}: {found.message}"
+    return found

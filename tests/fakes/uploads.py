@@ -1,0 +1,59 @@
+"""The part of a fake worker that receives uploads of weights, in memory."""
+
+from collections.abc import Awaitable, Callable
+
+from services.common.errors import InvalidRequest
+from tokasaurus.worker.v1 import weights_pb2
+
+
+class Upload:
+    """An upload to the worker ``owner``, of one tensor "norm"."""
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.chunks: dict[int, bytes] = {}  # by offset
+
+    @property
+    def data(self) -> bytes:
+        return b"".join(self.chunks[offset] for offset in sorted(self.chunks))
+
+
+class FakeUploads:
+    """Workers whose ``uploads`` are the same dict share a file system."""
+
+    address: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uploads: dict[str, Upload] = {}  # by update id
+        self.on_chunk: Callable[[], Awaitable[object] | None] = lambda: None  # called before a chunk is written
+
+    async def PrepareUpload(self, request, context):
+        if needed := request.update_id not in self.uploads:
+            self.uploads[request.update_id] = Upload(self.address)
+        return weights_pb2.PrepareUploadResponse(needed=needed)
+
+    async def UploadWeights(self, request_iterator, context):
+        header = (await anext(request_iterator)).header
+        upload = self.uploads[header.update_id]
+        try:
+            for tensor in header.tensors:
+                if tensor.name != "norm":
+                    raise InvalidRequest(f"{tensor.name} has no place", field="header.tensors")
+            [size] = header.tensors[0].shape
+            async for request in request_iterator:
+                if (waiting := self.on_chunk()) is not None:
+                    await waiting
+                upload.chunks[request.chunk.offset] = request.chunk.data
+            if len(upload.data) != 4 * size:
+                raise InvalidRequest("norm: bytes are missing", field="chunk.name")
+        except BaseException:
+            self.uploads.pop(header.update_id, None)
+            raise
+        return weights_pb2.UploadWeightsResponse()
+
+    def remove_uploads(self, unwanted: Callable[[str], bool]) -> None:
+        """Remove the uploads to this worker whose id is ``unwanted``."""
+        for update_id, upload in list(self.uploads.items()):
+            if upload.owner == self.address and unwanted(update_id):
+                del self.uploads[update_id]
