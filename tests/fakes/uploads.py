@@ -34,6 +34,15 @@ class FakeUploads:
         return weights_pb2.PrepareUploadResponse(needed=needed)
 
     async def UploadWeights(self, request_iterator, context):
+        try:
+            await self._receive(request_iterator)
+        except InvalidRequest:
+            async for _ in request_iterator:
+                pass
+            raise
+        return weights_pb2.UploadWeightsResponse()
+
+    async def _receive(self, request_iterator) -> None:
         header = (await anext(request_iterator)).header
         upload = self.uploads[header.update_id]
         try:
@@ -50,7 +59,6 @@ class FakeUploads:
         except BaseException:
             self.uploads.pop(header.update_id, None)
             raise
-        return weights_pb2.UploadWeightsResponse()
 
     def remove_uploads(self, unwanted: Callable[[str], bool]) -> None:
         """Remove the uploads to this worker whose id is ``unwanted``."""

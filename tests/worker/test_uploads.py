@@ -84,7 +84,8 @@ async def test_a_header_that_does_not_fit_is_refused_before_any_byte(scheduler, 
     edit(tensors)
     await prepare(scheduler)
     call = scheduler.stub.UploadWeights()
-    await call.write(header(tensors))  # and nothing else
+    await call.write(header(tensors))
+    await call.done_writing()
     code, details = await status_of(call)
     assert (code, name in details) == (grpc.StatusCode.INVALID_ARGUMENT, True), details
     assert files(allowed) == []

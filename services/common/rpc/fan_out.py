@@ -17,10 +17,10 @@ async def send_to_all(
 ) -> list[Any]:
     """Send each message to all ``calls``, which are by address. Return the response or the error of each, in order.
 
-    The next message is read when every call has taken the one before, so few messages are in memory. If a call fails
-    before it has all messages, its error is raised. Then, and if this task is cancelled, all calls are cancelled.
-    ``to_error`` gets the address and the exception of a call that failed: a ``grpc.RpcError``, or another one if the
-    channel was closed.
+    The next message is read when every call has taken the one before, so few messages are in memory. Servers must read
+    all messages before they end a call with an error. If a call ends before, its error is raised. Then, and if this
+    task is cancelled, all calls are cancelled. ``to_error`` gets the address and the exception of a call: a
+    ``grpc.RpcError``, or another one if the connection has ended.
     """
     streams = [_Stream(address, call, to_error) for address, call in calls.items()]
     try:
@@ -44,7 +44,11 @@ class _Stream:
             await self._call.write(message)
         except asyncio.InvalidStateError:  # the call has ended before; its status says why
             await self.finish()
-        except (grpc.RpcError, grpc.aio.UsageError, asyncio.CancelledError) as error:
+        except grpc.RpcError as error:
+            # gRPC replaces the status of a connection that has ended by INTERNAL.
+            lost = error.code() is grpc.StatusCode.INTERNAL
+            raise self._to_error(self._address, ConnectionError() if lost else error) from error
+        except (grpc.aio.UsageError, asyncio.CancelledError) as error:
             raise self._failure(error) from error
 
     async def result(self) -> Any:

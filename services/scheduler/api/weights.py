@@ -61,16 +61,17 @@ class WeightUpdates:
     async def upload(
         self, requests: AsyncIterator[control_pb2.UploadWeightsRequest]
     ) -> control_pb2.StageWeightsResponse:
-        """Send weights to all workers and stage them. Raises ``TokaError``; then none is staged, and no file is left.
+        """Send weights to all workers and stage them.
 
-        If the caller is cancelled, the files are removed.
+        Raises ``TokaError``, after the last of ``requests``. Then, and if the caller is cancelled, nothing is staged
+        and the files are removed.
         """
-        header = await _read_header(requests)
-        _check_version(header.version, "header.version")
-        update, stream = Update(uuid.uuid4().hex, header.version, directory=""), self._connected()
-        async with undo_on_error_async(self._forget_later, update):
-            await self._send(update, header, _read_chunks(requests), stream)
-            return await self._stage_to_the_end(update, stream)
+        try:
+            return await self._upload(requests)
+        except TokaError:
+            async for _ in requests:  # an asyncio client that still sends would lose the error (grpc/grpc#36066)
+                pass
+            raise
 
     async def commit(self, update_id: str, mode: PauseMode, *, recompute: bool) -> control_pb2.CommitWeightsResponse:
         """Commit a staged update between two steps. Raises ``TokaError``.
@@ -94,6 +95,16 @@ class WeightUpdates:
         for address, rank in ranks.items():
             response.ranks.add(address=address, tensors=rank.checksums)
         return response
+
+    async def _upload(
+        self, requests: AsyncIterator[control_pb2.UploadWeightsRequest]
+    ) -> control_pb2.StageWeightsResponse:
+        header = await _read_header(requests)
+        _check_version(header.version, "header.version")
+        update, stream = Update(uuid.uuid4().hex, header.version, directory=""), self._connected()
+        async with undo_on_error_async(self._forget_later, update):
+            await self._send(update, header, _read_chunks(requests), stream)
+            return await self._stage_to_the_end(update, stream)
 
     async def _send(
         self,

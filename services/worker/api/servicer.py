@@ -107,10 +107,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_weights_pb2.UploadWeightsResponse:
         weights = self._ready_weights()
         header = read_header(next(requests, None))
-        with undo_on_error(weights.uploads.remove, header.update_id):
-            weights.receive(header.update_id, read_tensors(header), read_chunks(requests))
-            if not context.is_active():
-                raise Cancelled("the caller has left")
+        try:
+            with undo_on_error(weights.uploads.remove, header.update_id):
+                weights.receive(header.update_id, read_tensors(header), read_chunks(requests))
+                if not context.is_active():
+                    raise Cancelled("the caller has left")
+        except TokaError:
+            for _ in requests:  # an asyncio client that still sends would lose the error (grpc/grpc#36066)
+                pass
+            raise
         return worker_weights_pb2.UploadWeightsResponse()
 
     def fail(self, error: TokaError) -> None:
