@@ -1,12 +1,13 @@
 """Calls that concern the requests of all schedulers."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
 from services.common.errors import FailedPrecondition, TokaError, Unavailable
+from services.common.rpc.fan_out import send_to_all
 from services.common.rpc.status import from_rpc_error
 from services.gateway.engine.fleet import Fleet
 from services.gateway.engine.replica import Replica
@@ -46,19 +47,51 @@ async def call_all(
     return responses
 
 
+async def stream_to_each(
+    fleet: Fleet, method: Method[R], messages: AsyncIterator[Any], *, since: str
+) -> Sequence[R | TokaError]:
+    """Send ``messages`` to every scheduler. Return the response or the error of each.
+
+    ``method`` returns a method with streamed requests. The next message is read when every scheduler has taken the one
+    before. Raises the error of a scheduler that fails before it has all messages; then all calls are cancelled.
+    """
+    calls: dict[str, Any] = {}
+    for replica in fleet.replicas:
+        if (stub := replica.stub) is None:
+            raise _not_connected(replica.address)
+        try:
+            calls[replica.address] = method(stub)(metadata=replica.metadata())
+        except grpc.aio.UsageError:
+            raise _closed(replica.address) from None
+    return await send_to_all(calls, messages, lambda address, error: _error(address, error, since))
+
+
 async def _call(
     replica: Replica, method: Method[R], request: Any, since: str, timeout_s: float | None
 ) -> R | TokaError:
     if (stub := replica.stub) is None:
-        return Unavailable(f"scheduler {replica.address} is not connected; try again", reason=NOT_CONNECTED)
+        return _not_connected(replica.address)
     try:
         return await method(stub)(request, metadata=replica.metadata(), timeout=timeout_s)
     except grpc.RpcError as error:
-        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            advice = f"upgrade it to contract {since}"
-            return FailedPrecondition(f"scheduler {replica.address} does not support this; {advice}")
-        return from_rpc_error(error)
+        return _error(replica.address, error, since)
     except (grpc.aio.UsageError, asyncio.CancelledError):  # the channel was closed
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
-        return Unavailable(f"the connection to scheduler {replica.address} has ended; try again")
+        return _closed(replica.address)
+
+
+def _error(address: str, error: Exception, since: str) -> TokaError:
+    if not isinstance(error, grpc.RpcError):  # the channel was closed
+        return _closed(address)
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return FailedPrecondition(f"scheduler {address} does not support this; upgrade it to contract {since}")
+    return from_rpc_error(error)
+
+
+def _not_connected(address: str) -> Unavailable:
+    return Unavailable(f"scheduler {address} is not connected; try again", reason=NOT_CONNECTED)
+
+
+def _closed(address: str) -> Unavailable:
+    return Unavailable(f"the connection to scheduler {address} has ended; try again")

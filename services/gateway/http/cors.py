@@ -23,7 +23,7 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     return _CrossOrigin(
         app,
         allow_origins=origins,
-        allow_methods=("GET", "HEAD", "POST", "DELETE"),
+        allow_methods=("GET", "HEAD", "POST", "PUT", "DELETE"),
         allow_headers=("*",),
         expose_headers=_EXPOSED,
         max_age=_PREFLIGHT_S,

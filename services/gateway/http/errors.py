@@ -19,6 +19,9 @@ _PARAMETERS = {
     "output.special_tokens": "skip_special_tokens",
     "directory": "model_path",
     "version": "weight_version",
+    "header.version": "weight_version",
+    # Parts of an upload, which is the body. The message names the tensor.
+    **dict.fromkeys(("header.tensors", "chunk.name", "chunk.offset"), ""),
     "stopping.strings": "stop",
     "stopping.token_ids": "stop_token_ids",
     "tokens.token_ids": "prompt",

@@ -1,12 +1,12 @@
 """Pauses, aborts, cache resets and new weights at all schedulers."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
 from services.common.boundaries import undo_on_error_async
 from services.common.errors import TokaError
-from services.gateway.engine.each_scheduler import call_all, call_each
+from services.gateway.engine.each_scheduler import call_all, call_each, stream_to_each
 from services.gateway.engine.fleet import Fleet
 from tokasaurus.scheduler.v1 import control_pb2, observe_pb2
 
@@ -17,7 +17,7 @@ _MODES: dict[PauseMode, control_pb2.PauseMode] = {
     "wait": control_pb2.PAUSE_MODE_WAIT,
     "abort": control_pb2.PAUSE_MODE_ABORT,
 }
-_SINCE = "1.12"  # version of the contract
+_SINCE, _UPLOADS_SINCE = "1.12", "1.13"  # versions of the contract
 _UPDATE_NS = 30 * 10**9  # after which generation continues if the gateway dies while it updates weights
 
 
@@ -65,13 +65,18 @@ async def update_weights(fleet: Fleet, directory: str, version: str | None, mode
     """
     staging = control_pb2.StageWeightsRequest(directory=directory, version=version)
     staged = await call_each(fleet, lambda stub: stub.StageWeights, staging, since=_SINCE, timeout_s=None)
-    errors = [each for each in staged if isinstance(each, TokaError)]
-    ids = [each.update_id for each in staged if not isinstance(each, TokaError)]
-    if errors:
-        await _discard(fleet, ids)
-        raise errors[0]
-    # If the client disconnects, the commits must not stop half-way.
-    return await asyncio.shield(asyncio.create_task(_commit(fleet, ids, mode)))
+    return await _commit_staged(fleet, staged, mode)
+
+
+async def upload_weights(
+    fleet: Fleet, messages: AsyncIterator[control_pb2.UploadWeightsRequest], mode: PauseMode
+) -> str:
+    """Replace the weights of all schedulers' workers by those in ``messages``. Return their version.
+
+    Otherwise as ``update_weights``.
+    """
+    staged = await stream_to_each(fleet, lambda stub: stub.UploadWeights, messages, since=_UPLOADS_SINCE)
+    return await _commit_staged(fleet, staged, mode)
 
 
 async def read_weights(fleet: Fleet, *, checksums: bool) -> list[dict[str, Any]]:
@@ -96,6 +101,19 @@ async def _pause(fleet: Fleet, mode: PauseMode, **fields: Any) -> list[control_p
     """Pause all schedulers. ``fields``: those of the request beside its mode."""
     request = control_pb2.PauseRequest(mode=_MODES[mode], **fields)
     return await call_all(fleet, lambda stub: stub.Pause, request, since=_SINCE, timeout_s=None)
+
+
+async def _commit_staged(
+    fleet: Fleet, staged: Sequence[control_pb2.StageWeightsResponse | TokaError], mode: PauseMode
+) -> str:
+    """Commit an update that every scheduler has staged, or discard it and raise the error of one that has not."""
+    errors = [each for each in staged if isinstance(each, TokaError)]
+    ids = [each.update_id for each in staged if not isinstance(each, TokaError)]
+    if errors:
+        await _discard(fleet, ids)
+        raise errors[0]
+    # If the client disconnects, the commits must not stop half-way.
+    return await asyncio.shield(asyncio.create_task(_commit(fleet, ids, mode)))
 
 
 async def _commit(fleet: Fleet, ids: Sequence[str], mode: PauseMode) -> str:

@@ -1,11 +1,11 @@
 """Endpoints for trainers. They concern the requests of all clients, so they need the scope ``admin``."""
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, NoReturn, get_args
 
 from fastapi import Request, Response
 from pydantic import Field
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, TokaError, UnsupportedParameter
 from services.common.keys import ADMIN
 from services.gateway.http.errors import response
 from services.gateway.http.request import Posted, read_body, while_connected
@@ -14,12 +14,17 @@ from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.parse import B, ignored_header, parse_large, validate
 from services.gateway.openai.router import Router, parameters, takes
 from services.gateway.rollout import control
+from services.gateway.rollout.safetensors_body import SafetensorsBody
 
 _ID = "The id of a completion, or the x-request-id of a response whose request had none,"
 _MOST_IDS = 4096  # of requests to abort
 _MODES: tuple[control.PauseMode, ...] = get_args(control.PauseMode)
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _CHECKSUMS = {"name": "checksums", "in": "query", "schema": {"type": "boolean", "default": False}}
+_UPLOAD = parameters(
+    {"name": "weight_version", "in": "query", "required": True, "schema": {"type": "string", "maxLength": 256}},
+    {"name": "abort_all_requests", "in": "query", "schema": {"type": "boolean", "default": False}},
+) | takes({"type": "string", "format": "binary"}, "application/octet-stream")
 _PAUSE_QUERY = parameters(
     {"name": "mode", "in": "query", "schema": {"type": "string", "enum": [*_MODES], "default": "abort"}},
     {"name": "clear_cache", "in": "query", "schema": {"type": "boolean", "default": True}},
@@ -172,8 +177,40 @@ async def update_weights_from_disk(request: Request) -> Response:
     fleet = _gateway(request).fleet
     updating = control.update_weights(fleet, body.model_path, body.weight_version, mode)
     version = await while_connected(request.receive, updating)
-    content = {"success": True, "message": f"all workers have the weights {version}", "weight_version": version}
-    return response(200, content, ignored_header(body))
+    return response(200, _updated(version), ignored_header(body))
+
+
+@router.put("/weights", openapi_extra=_UPLOAD)
+async def put_weights(request: Request) -> Response:
+    """Replace the weights of all workers by the safetensors file in the body, as ``/update_weights_from_disk`` does.
+
+    The body is passed on while it arrives, so it may be larger than ``max_body_bytes``. If the client disconnects
+    before its end, nothing changes. Afterwards, the update continues.
+    """
+    version = request.query_params.get("weight_version", "")
+    mode: control.PauseMode = "abort" if _read_flag(request, "abort_all_requests", default=False) else "keep"
+    if not version:
+        raise InvalidRequest("name the new weights: PUT /weights?weight_version=NAME", field="weight_version")
+    body = SafetensorsBody(aiter(request.stream()))
+    try:
+        version = await control.upload_weights(_gateway(request).fleet, body.messages(version), mode)
+    except TokaError:
+        if body.began or "expect" not in request.headers:  # else the client sends its body after "100 Continue"
+            await body.discard()
+        raise
+    return response(200, _updated(version))
+
+
+@router.post("/update_weights_from_tensor")
+async def update_weights_from_tensor(request: Request) -> Response:
+    """Return an error: SGLang's bodies hold Python pickles. Use ``PUT /weights``, or ``UploadWeights`` over gRPC."""
+    return await _refuse_update(request, "its tensors are Python pickles, which can run code and are not read here")
+
+
+@router.post("/update_weights_from_distributed")
+async def update_weights_from_distributed(request: Request) -> Response:
+    """Return an error: there is no process group. Use ``PUT /weights``, or ``UploadWeights`` over gRPC."""
+    return await _refuse_update(request, "workers join no process group of a trainer")
 
 
 @router.get("/get_weight_version")
@@ -188,6 +225,19 @@ async def get_weights(request: Request) -> Response:
     """Return version and directory of the weights of each scheduler, and checksums of all tensors if asked."""
     checksums = _read_flag(request, "checksums", default=False)
     return response(200, {"schedulers": await control.read_weights(_gateway(request).fleet, checksums=checksums)})
+
+
+def _updated(version: str) -> dict[str, Any]:
+    return {"success": True, "message": f"all workers have the weights {version}", "weight_version": version}
+
+
+async def _refuse_update(request: Request, reason: str) -> NoReturn:
+    await SafetensorsBody(aiter(request.stream())).discard()
+    raise UnsupportedParameter(
+        f"{request.url.path} is not supported: {reason}; send a safetensors file to PUT /weights?weight_version=NAME,"
+        " call UploadWeights over gRPC, or write the file where the workers can read it and call"
+        " /update_weights_from_disk"
+    )
 
 
 def _gateway(request: Request) -> Gateway:
