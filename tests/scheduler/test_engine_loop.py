@@ -142,7 +142,7 @@ def test_a_cancel_waits_for_what_was_submitted_before_it(bench):
     bench.loop.worker_connected(bench.worker)
     for handle in range(500):
         bench.submit(handle)
-    bench.loop.cancel(SINK, [499, 3])
+    bench.loop.act_on(SINK, [499, 3], Scheduler.cancel)
     bench.loop.heartbeat(SINK, 7)
     bench.run_until(lambda: bench.told(session_pb2.Heartbeat))
     assert bench.finished() == {499: FinishReason.CANCELLED, 3: FinishReason.CANCELLED}
@@ -173,8 +173,7 @@ def test_what_was_posted_before_a_request_is_done_before_it(bench, monkeypatch):
         return next_request(inbox)
 
     monkeypatch.setattr(Inbox, "next_request", posted_at_the_last_moment)
-    monkeypatch.setattr(bench.core, "cancel", lambda *_: order.append("request"))
-    bench.loop.cancel(SINK, [0])
+    bench.loop.act_on(SINK, [0], lambda *_: order.append("request"))
     bench.loop.heartbeat(SINK, 1)
     bench.run_until(lambda: bench.told(session_pb2.Heartbeat))
     assert order[:2] == ["post", "request"]

@@ -18,6 +18,7 @@ from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
 from services.scheduler.api.pending_grammars import PendingGrammars
 from services.scheduler.core.request import Request
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.grammar import child, walk
 from services.scheduler.grammar.checker import GrammarChecker
 from services.scheduler.grammar.compiler import GrammarCompiler, GrammarLimits
@@ -287,16 +288,18 @@ def test_a_child_asks_for_no_more_memory_than_it_may_have(monkeypatch):
 
 
 async def test_cancels_of_a_sample_that_waits_for_its_grammar_are_kept_once(checker):
-    submitted, cancelled = asyncio.Event(), []
-    engine = SimpleNamespace(submit=lambda _: submitted.set(), cancel=lambda *what: cancelled.append(what))
+    submitted, acted = asyncio.Event(), []
+    engine = SimpleNamespace(submit=lambda _: submitted.set(), act_on=lambda *what: acted.append(what))
     pending = PendingGrammars(engine, checker, sink=1)
     request = Request("it", np.zeros(1, np.uint32), SamplingSettings(grammar="start: /x/"), n=2, handle=5)
     pending.begin(request, "it")
     for _ in range(100):
-        assert pending.defer_cancels([5, 6, 7]) == [7]
+        pending.act_on([5, 6], Scheduler.cancel)
+    pending.act_on([6, 7], Scheduler.end)
     await submitted.wait()
-    assert cancelled == [(1, [5, 6])]
-    assert pending.defer_cancels([5, 6, 7]) == [5, 6, 7]
+    assert acted == [(1, [7], Scheduler.end), (1, [5, 6], Scheduler.cancel), (1, [6], Scheduler.end)]
+    pending.act_on([5], Scheduler.cancel)
+    assert acted[-1] == (1, [5], Scheduler.cancel)
 
 
 async def test_a_child_that_was_killed_is_replaced(checker, monkeypatch):

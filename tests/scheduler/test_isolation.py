@@ -124,7 +124,7 @@ async def test_a_stream_that_cannot_be_told_something_ends_and_others_are_told_t
 
 
 async def test_a_session_that_cannot_be_read_ends(service, break_at):
-    break_at(PendingGrammars, "defer_cancels", lambda self, handles: True)
+    break_at(PendingGrammars, "act_on", lambda self, handles, action: True)
     async with session(service) as client:
         await client.submit(0, **request(0))
         await client.send(cancel=session_pb2.Cancel(handles=[0]))

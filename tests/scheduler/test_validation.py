@@ -100,6 +100,13 @@ WRONG = [
     ),
     ({"n": 0}, "n", "n is 0"),
     ({"n": 100}, "n", "max_samples_per_request"),
+    ({"stragglers": g.Stragglers(end_after=0)}, "stragglers.end_after", "end_after is 0: expected 1 to n=1"),
+    ({"stragglers": g.Stragglers(park_after=5), "n": 4}, "stragglers.park_after", "park_after is 5: expected 1 to n=4"),
+    (
+        {"stragglers": g.Stragglers(park_after=2, end_after=2), "n": 4},
+        "stragglers.park_after",
+        "end_after 2: expected fewer",
+    ),
     ({"priority": 9}, "priority", "9"),
     ({"admission": 3}, "admission", "3 is not an AdmissionMode"),
     ({"length_class": "x" * 65}, "length_class", "65 characters: expected at most 64"),

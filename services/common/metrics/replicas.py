@@ -43,6 +43,7 @@ _GAUGES = (
         lambda load: load.waiting_sequences,
         ("vllm:num_requests_waiting",),
     ),
+    _Figure("toka_num_requests_parked", "Parked sequences that are not running", lambda load: load.parked_sequences),
     _Figure("toka_kv_pages_total", "KV pages in total", lambda load: load.total_pages),
     _Figure("toka_kv_pages_free", "Empty KV pages", lambda load: load.free_pages),
     _Figure("toka_kv_pages_cached", "KV pages of cached prefixes, evicted when needed", lambda load: load.cached_pages),
@@ -89,7 +90,7 @@ _COUNTERS = (
         "preemptions",
         ("vllm:num_preemptions",),
     ),
-    _Figure("toka_yields", "Sequences of class low preempted for a higher class", "yields"),
+    _Figure("toka_yields", "Sequences preempted for a higher class or another key, or while parked", "yields"),
     _Figure(
         "toka_recomputed_tokens",
         "Tokens computed again after a preemption or the loss of a worker",

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 
 import structlog
@@ -9,6 +10,7 @@ import structlog
 from services.common.boundaries import errors_as_internal
 from services.common.errors import AlreadyExists, Overloaded, TokaError
 from services.scheduler.core.request import Request
+from services.scheduler.engine.events import Action
 from services.scheduler.engine.loop import EngineLoop
 from services.scheduler.grammar.checker import GrammarChecker
 
@@ -40,7 +42,8 @@ class PendingGrammars:
         self._sink = sink
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[int, Request] = {}  # by the handle of each sample
-        self._cancels: dict[int, set[int]] = {}  # cancelled handles by the handle of their request
+        # Handles of samples of the requests that wait here, by the handle of the request and the action on them.
+        self._deferred: defaultdict[int, dict[Action, set[int]]] = defaultdict(dict)
 
     def check_handles(self, request: Request) -> None:
         """Raise ``AlreadyExists`` if a request that waits here uses one of the handles. The core checks the others."""
@@ -63,14 +66,14 @@ class PendingGrammars:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def defer_cancels(self, handles: Sequence[int]) -> list[int]:
-        """Return the handles of submitted requests. Cancel the others when their requests have been submitted."""
-        if not self._waiting:
-            return list(handles)
+    def act_on(self, handles: Sequence[int], action: Action) -> None:
+        """Run ``action`` for samples: at once for those of submitted requests, else when theirs has been submitted."""
+        submitted = [handle for handle in handles if handle not in self._waiting]
         for handle in handles:
             if (request := self._waiting.get(handle)) is not None:
-                self._cancels.setdefault(request.handle, set()).add(handle)
-        return [handle for handle in handles if handle not in self._waiting]
+                self._deferred[request.handle].setdefault(action, set()).add(handle)
+        if submitted:
+            self._engine.act_on(self._sink, submitted, action)
 
     def close(self) -> None:
         """Cancel all checks at the end of the session."""
@@ -86,9 +89,10 @@ class PendingGrammars:
             error = refused
         for handle in range(request.handle, request.handle + request.n):
             self._waiting.pop(handle, None)
-        cancels = self._cancels.pop(request.handle, set())
+        deferred = self._deferred.pop(request.handle, {})
         if error is None:
             self._engine.submit(request)
-            self._engine.cancel(self._sink, sorted(cancels))
+            for action, handles in deferred.items():
+                self._engine.act_on(self._sink, sorted(handles), action)
         else:
             self._engine.reject(self._sink, request.handle, error)

@@ -175,7 +175,11 @@ class SessionStream:
                     if time_slice.is_over:
                         await time_slice.renew()
             case "cancel":
-                self._hub.engine.cancel(self._sink, self._pending.defer_cancels(message.cancel.handles))
+                self._pending.act_on(message.cancel.handles, Scheduler.cancel)
+            case "end":
+                self._pending.act_on(message.end.handles, Scheduler.end)
+            case "park":
+                self._pending.act_on(message.park.handles, Scheduler.park)
             case "heartbeat":
                 self._beats = True
                 if message.heartbeat.messages_before not in (0, self._received):

@@ -92,6 +92,7 @@ def read_request(
         sink=sink,
         handle=handle,
     )
+    request.end_after, request.park_after = _stragglers(message.stragglers, n)
     if message.HasField("resume"):
         read_resume(request, message, model)
     start = request.sampling.prompt_logprobs_start
@@ -231,6 +232,26 @@ def _min_tokens(stopping: generate_pb2.Stopping) -> int:
             field="stopping.min_tokens",
         )
     return stopping.min_tokens
+
+
+def _stragglers(stragglers: generate_pb2.Stragglers, n: int) -> tuple[int | None, int | None]:
+    """Return the numbers of finished samples after which the others end, and after which they are parked."""
+    given: dict[str, int | None] = dict.fromkeys(("end_after", "park_after"))
+    for name in given:
+        if stragglers.HasField(name):
+            given[name] = after = getattr(stragglers, name)
+            if not 1 <= after <= n:
+                raise InvalidRequest(
+                    f"{name} is {after}: expected 1 to n={n}, a number of samples", field=f"stragglers.{name}"
+                )
+    end_after, park_after = given.values()
+    if end_after is not None and park_after is not None and park_after >= end_after:
+        raise InvalidRequest(
+            f"park_after is {park_after} and end_after {end_after}: expected fewer, as samples that ended cannot be"
+            " parked; leave park_after out, or lower it",
+            field="stragglers.park_after",
+        )
+    return end_after, park_after
 
 
 def _stop_strings(stopping: generate_pb2.Stopping) -> tuple[str, ...]:

@@ -70,6 +70,8 @@ class Request:
     traceparent: str = ""  # of the caller, for logs and spans
     traced: str = ""  # the traceparent of its own span, sent to the worker; "": not traced
     resumed_tokens: int = 0  # tokens at the end of ``tokens`` that another scheduler generated
+    end_after: int | None = None  # number of completed samples after which the others end; None: never
+    park_after: int | None = None  # number of completed samples after which the others are parked; None: never
     first_sample_index: int = 0  # index of sample 0 in the sampling noise
     stop_state: int = 0  # state of the automaton after the resumed tail
     sink: int = 0  # destination of the output
@@ -82,6 +84,8 @@ class Request:
     salt: Hashable = ""  # requests with different salts share no pages
     samples: list["Sample"] = field(default_factory=list)
     unfinished: int = 0  # samples without a Finish
+    completed: int = 0  # samples that ended with STOP or LENGTH
+    parked: bool = False  # its samples run only in slots and pages that no other sample needs
     waiting: int = 0  # samples in the queue
     share: "PromptShare | None" = None
 
@@ -164,8 +168,12 @@ class Sample:
 
     @property
     def guaranteed(self) -> bool:
-        """True if it is never preempted. After two preemptions this holds for every sample, so that all complete."""
-        return self.request.guaranteed or self.preemptions >= 2
+        """True if it is never preempted. After two preemptions this holds for every sample, so that all complete.
+
+        A parked sample is never guaranteed. Of several parked samples, the one with the most work is preempted last, so
+        that they complete too.
+        """
+        return not self.request.parked and (self.request.guaranteed or self.preemptions >= 2)
 
 
 class WeightsSpan(NamedTuple):

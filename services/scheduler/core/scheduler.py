@@ -119,6 +119,18 @@ class Scheduler:
         live = self._sinks.get(sink, {})
         self._end([live[handle] for handle in dict.fromkeys(handles) if handle in live], FinishReason.CANCELLED)
 
+    def end(self, sink: int, handles: Sequence[int]) -> None:
+        """End samples with the tokens that they have. Otherwise as ``cancel``."""
+        live = self._sinks.get(sink, {})
+        self._end([live[handle] for handle in dict.fromkeys(handles) if handle in live], FinishReason.ABORTED)
+
+    def park(self, sink: int, handles: Sequence[int]) -> None:
+        """Park the requests of samples. Unknown handles are of finished samples, and are ignored."""
+        live = self._sinks.get(sink, {})
+        for handle in handles:
+            if handle in live and not live[handle].finished:
+                self._lifecycle.stragglers.park(live[handle].request)
+
     def cancel_request(self, request_id: str) -> int:
         """Cancel the unfinished samples of a request for an operator. Return their number."""
         request = self.state.queue.requests.get(request_id)

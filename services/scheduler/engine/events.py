@@ -1,11 +1,15 @@
 """Events that the step loop sends to streams, beside the core's deltas and loads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import TokaError
 from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.request import Request
+from services.scheduler.core.scheduler import Scheduler
+
+Action = Callable[[Scheduler, int, list[int]], None]  # on samples, named by their sink and handles
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ def read_load(
     """
     queue = state.queue
     load = observe_pb2.Load(
-        waiting_sequences=len(queue.waiting),
+        waiting_sequences=len(queue.waiting) - queue.waiting.parked,
+        parked_sequences=queue.waiting.parked,
         outstanding_tokens=queue.waiting.tokens,
         ready=not not_ready_reason,
         not_ready_reason=not_ready_reason,

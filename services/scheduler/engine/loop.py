@@ -18,7 +18,7 @@ from services.scheduler.core.future.admission import PageForecast, forecast_page
 from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.request import PauseMode, Request
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.engine.events import Events, PlanEvent, Rejected
+from services.scheduler.engine.events import Action, Events, PlanEvent, Rejected
 from services.scheduler.engine.inbox import Call, Inbox
 from services.scheduler.engine.load import read_load
 from services.scheduler.engine.pace import Pace
@@ -117,9 +117,9 @@ class EngineLoop:
         """Send Rejected for a request that was not submitted, in order with the sink's other events."""
         self._inbox.put_request(lambda: self._reject(sink, handle, error))
 
-    def cancel(self, sink: int, handles: list[int]) -> None:
-        """Cancel samples after all earlier submits of the sink."""
-        self._inbox.put_request(lambda: self._core.cancel(sink, handles))
+    def act_on(self, sink: int, handles: list[int], action: Action) -> None:
+        """Run ``action`` for samples after all earlier submits of the sink."""
+        self._inbox.put_request(lambda: action(self._core, sink, handles))
 
     def heartbeat(self, sink: int, nonce: int) -> None:
         self._inbox.put_request(lambda: self._events.append((sink, session_pb2.Heartbeat(nonce=nonce))))

@@ -228,12 +228,18 @@ def check(core: Scheduler) -> None:
     assert state.policy.prefix_caching or not pool.cached
     waiting = list(state.queue.waiting)
     assert len(waiting) == len(state.queue.waiting)
-    assert state.queue.waiting.tokens == sum(sample.request.limit for sample in waiting)
+    assert state.queue.waiting.tokens == sum(each.request.limit for each in waiting if not each.request.parked)
+    assert state.queue.waiting.parked == sum(sample.request.parked for sample in waiting)
     assert all(sample.slot < 0 and not sample.finished for sample in waiting)
     assert slots.running == np.count_nonzero(slots.active)
     ours = [sample for sample in (*waiting, *slots.running_samples()) if sample.request.sink == SINK]  # no canary
     assert len(ours) == core.live(SINK)
     for request in state.queue.requests.values():
+        if request.parked:
+            running = [sample.slot for sample in request.samples if sample.slot >= 0]
+            assert slots.parked[running].all()
+            assert not slots.guaranteed[running].any()
+            continue
         assert not request.guaranteed or not any(sample.preemptions for sample in request.samples)
         assert all(sample.preemptions <= 2 for sample in request.samples)
 

@@ -64,7 +64,9 @@ def _before(state: State, subject: Request) -> tuple[list[Sample], int]:
         mine = mine[len(within) :]
     else:
         mine = [Sample(subject, index, 0, 0) for index in range(subject.n)]
-        waiting = [sample for sample in waiting if sample.request.priority <= subject.priority]
+        waiting = [
+            sample for sample in waiting if sample.request.priority <= subject.priority and not sample.request.parked
+        ]
     return waiting + mine, max(0, len(state.queue.waiting) - _MOST_READ - len(mine))
 
 

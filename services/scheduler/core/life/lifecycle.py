@@ -10,9 +10,10 @@ from services.common.errors import Internal, TokaError
 from services.scheduler.core.life.ending import Ending, finish_of, spans_of
 from services.scheduler.core.life.entry import Entry, Lengths, Placed, Prepared
 from services.scheduler.core.life.sharing import Sharing
+from services.scheduler.core.life.stragglers import Stragglers
 from services.scheduler.core.life.victims import are_preemptible, protected_lengths
 from services.scheduler.core.memory.prefix_tree import ROOT
-from services.scheduler.core.request import Finish, FinishReason, Sample
+from services.scheduler.core.request import Finish, FinishReason, Request, Sample
 from services.scheduler.core.state import State
 
 
@@ -22,6 +23,7 @@ class Lifecycle:
     def __init__(self, state: State) -> None:
         self._state = state
         self.shares = Sharing(state)
+        self.stragglers = Stragglers(state, self.shares)
 
     # -- admission
 
@@ -35,6 +37,7 @@ class Lifecycle:
             "limit": request.limit,
             "min_known": request.prompt_tokens + request.min_tokens,
             "priority": request.priority,
+            "parked": request.parked,
             "scheduled": entry.cached,
             "length_class": request.length_class_id,
             "node": entry.held_node(int(state.pool.tree.depth[entry.node])),
@@ -162,6 +165,15 @@ class Lifecycle:
             self._leave(at, [ending.reason is not FinishReason.ERROR for ending in running])
         for ending in endings:
             self._finish(ending)
+        for request in dict.fromkeys(ending.sample.request for ending in endings):
+            if request.unfinished and request.n > 1:
+                self._control_stragglers(request)
+
+    def _control_stragglers(self, request: Request) -> None:
+        if request.end_after is not None and request.completed >= request.end_after:
+            self.end(request.samples, FinishReason.ABORTED)
+        else:
+            self.stragglers.sample_ended(request)
 
     def _observe(self, leaving: np.ndarray, stopped: np.ndarray) -> None:
         """Report the ages of leaving sequences to the length predictor."""
@@ -174,6 +186,7 @@ class Lifecycle:
         request, reason = sample.request, ending.reason
         sample.finished = True
         request.unfinished -= 1
+        request.completed += reason in (FinishReason.STOP, FinishReason.LENGTH)
         if request.request_id:  # the quarantine's canary has no id
             state.queue.counters.sequences_finished += 1
         state.queue.counters.sequences_cancelled += reason is FinishReason.CANCELLED

@@ -16,8 +16,8 @@ _LEAST_PROGRESS = 16  # tokens that a protected sample computes before it may be
 def choose_victims(state: State, needed: int) -> npt.NDArray[np.int64]:
     """Return slots that release at least ``needed`` pages, or all eligible slots if these are too few.
 
-    Only predicted sequences are eligible. Lower classes come first, then sequences with less work, then those admitted
-    later. Work is the number of computed tokens that no other sequence shares.
+    Only predicted sequences are eligible. Parked ones come first, then lower classes, then sequences with less
+    work, then those admitted later. Work is the number of computed tokens that no other sequence shares.
     """
     slots, tree = state.pool.slots, state.pool.tree
     eligible: npt.NDArray[np.int64] = np.flatnonzero(slots.active & ~slots.guaranteed)
@@ -34,7 +34,7 @@ def by_work(state: State, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64
     slots = state.pool.slots
     shared = _shared_pages(state.pool.tree, slots.node[chosen])
     work = np.maximum(slots.scheduled[chosen] - shared * state.pool.shape.page_size, 0)
-    return np.lexsort((-slots.admitted_step[chosen], work, -slots.priority[chosen]))
+    return np.lexsort((-slots.admitted_step[chosen], work, -slots.priority[chosen], ~slots.parked[chosen]))
 
 
 def _shared_pages(tree: PrefixTree, nodes: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
@@ -53,7 +53,7 @@ def are_preemptible(state: State, samples: Sequence[Sample]) -> list[bool]:
     for sample in samples:
         preemptible = sample.request.priority == Priority.LOW and not sample.request.guaranteed
         overdue = before_ns is not None and sample.accepted_ns < before_ns
-        if preemptible and (sample.preempted_for_others >= _MOST_PREEMPTIONS or overdue):
+        if preemptible and not sample.request.parked and (sample.preempted_for_others >= _MOST_PREEMPTIONS or overdue):
             if left < 0:
                 left = max(0, state.low_share - _count_protected(state))
             preemptible = left == 0

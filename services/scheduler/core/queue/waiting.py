@@ -21,16 +21,20 @@ class WaitingQueue:
     as if it had been accepted ``ageing_ns`` later. Samples that so come before the oldest of that class are overdue.
     Overdue samples are served before all others, the oldest first. With ``ageing_ns`` 0 no sample is overdue.
 
+    Parked samples are served when no other sample may be served, in the order in which they were parked. They belong to
+    no class.
+
     The order changes only when samples enter or leave and when service is charged. The cost of a call grows with the
     samples that it concerns and with the number of waiting keys.
     """
 
     def __init__(self, ageing_ns: int) -> None:
-        self.tokens = 0  # sum of the limits of all samples
+        self.tokens = 0  # sum of the limits of all samples that are not parked
         self.admitted_before: int | None = None  # if set, only samples with an earlier arrival are candidates
         self._length = 0
         self._ageing_ns = ageing_ns
         self._classes = {priority: _FairQueue() for priority in Priority}
+        self._parked: OrderedDict[Sample, None] = OrderedDict()
 
     def __len__(self) -> int:
         return self._length
@@ -40,24 +44,37 @@ class WaitingQueue:
         for each in self._classes.values():
             for flow in each.flows.values():
                 yield from flow.samples
+        yield from self._parked
 
     def __contains__(self, sample: Sample) -> bool:
+        if sample.request.parked:
+            return sample in self._parked
         flow = self._classes[sample.request.priority].flows.get(sample.request.fairness_key)
         return flow is not None and sample in flow.samples
 
     def push(self, sample: Sample) -> None:
-        """Add a sample as the last of its key in its class."""
-        self._classes[sample.request.priority].flow(sample.request.fairness_key).push(sample)
+        """Add a sample as the last of its key in its class, or of the parked samples."""
+        if sample.request.parked:
+            self._parked[sample] = None
+        else:
+            self._classes[sample.request.priority].flow(sample.request.fairness_key).push(sample)
         self._count(sample, 1)
 
     def push_front(self, sample: Sample) -> None:
-        """Add a sample that has run, as the first of its key in its class."""
-        self._classes[sample.request.priority].flow(sample.request.fairness_key).push_front(sample)
+        """Add a sample that has run, as the first of its key in its class, or of the parked samples."""
+        if sample.request.parked:
+            self._parked[sample] = None
+            self._parked.move_to_end(sample, last=False)
+        else:
+            self._classes[sample.request.priority].flow(sample.request.fairness_key).push_front(sample)
         self._count(sample, 1)
 
     def remove(self, sample: Sample) -> None:
         """Remove a sample. Raises ``KeyError`` if it is not in the queue."""
-        self._classes[sample.request.priority].remove(sample)
+        if sample.request.parked:
+            del self._parked[sample]
+        else:
+            self._classes[sample.request.priority].remove(sample)
         self._count(sample, -1)
 
     def charge(self, priority: Priority, key: str, tokens: int) -> None:
@@ -73,18 +90,26 @@ class WaitingQueue:
             each.charge(key, tokens)
 
     @property
+    def parked(self) -> int:
+        """The number of parked samples."""
+        return len(self._parked)
+
+    @property
     def highest(self) -> Priority | None:
-        """The highest class in which a sample waits."""
+        """The highest class in which a sample waits, or None. Parked samples do not count."""
         return next((priority for priority, each in self._classes.items() if each.flows), None)
 
     def flows(self) -> Iterator[tuple[Priority, str, int]]:
-        """Yield class, key and known tokens of the waiting samples, for every key of every class."""
+        """Yield class, key and known tokens of the samples that are not parked, for every key of every class."""
         for priority, each in self._classes.items():
             for key, flow in each.flows.items():
                 yield priority, key, flow.given
 
     def has_other_key(self, key: str | None) -> bool:
-        """Return whether samples of a key other than ``key`` wait. For None, whether samples of two keys wait."""
+        """Return whether samples of a key other than ``key`` wait. For None, whether samples of two keys wait.
+
+        Parked samples do not count.
+        """
         for each in self._classes.values():
             for found in each.flows:
                 if key is None:
@@ -114,7 +139,11 @@ class WaitingQueue:
         for priority, each in self._classes.items():
             served = {sample for sample in overdue if sample.request.priority == priority}
             order += islice(each.in_order(served, self.admitted_before), most - len(order))
-        return order
+        return order or list(islice(self._parked_in_order(), most))
+
+    def _parked_in_order(self) -> Iterator[Sample]:
+        before = self.admitted_before
+        return (sample for sample in self._parked if before is None or sample.arrival < before)
 
     def _overdue(self, most: int, limits: dict[Priority, int | None]) -> list[Sample]:
         found = []
@@ -130,7 +159,7 @@ class WaitingQueue:
 
     def _count(self, sample: Sample, change: int) -> None:
         self._length += change
-        self.tokens += change * sample.request.limit
+        self.tokens += 0 if sample.request.parked else change * sample.request.limit
         sample.request.waiting += change
 
 

@@ -1,4 +1,4 @@
-"""Preempts running sequences for waiting samples: class ``low`` for higher classes, and one key for another.
+"""Preempts running sequences for waiting samples: parked ones, class ``low`` for higher classes, one key for another.
 
 A request of a higher class does not wait until batch jobs release a slot or pages. The first request of a key does not
 wait until another key that holds all slots or pages releases them. A preempted sequence goes back to the queue; its
@@ -37,11 +37,13 @@ class Preemption:
     def preempt_for_waiting(self, plan: PlannedStep) -> None:
         """Preempt as few sequences as possible for waiting samples, and none if it would not help.
 
-        This is the first step of building ``plan``.
+        This is the first step of building ``plan``. Nothing is preempted for parked samples.
         """
-        self._preempt_for_classes(plan)
+        if waits := self._state.queue.waiting.highest is not None:
+            self._preempt_parked(plan)
+            self._preempt_for_classes(plan)
         self._state.queue.first = []
-        if self._state.queue.quarantined is None and self._state.queue.waiting and self._state.several_keys:
+        if waits and self._state.queue.quarantined is None and self._state.several_keys:
             self._preempt_for_keys(plan)
 
     def _preempt_for_keys(self, plan: PlannedStep) -> None:
@@ -70,9 +72,12 @@ class Preemption:
         if not entries:
             return
         order = others[by_work(state, others)]
-        order = order[np.lexsort((-count[slots.key[order]], -slots.priority[order]))]
+        order = order[np.lexsort((-count[slots.key[order]], -slots.priority[order], ~slots.parked[order]))]
         candidates = self._prefill.candidates(plan, entries, budget)
-        self._lifecycle.preempt_for_others(order[: self._fewest(plan, order, 0, free, candidates)], to_key=True)
+        fewest = self._fewest(plan, order, 0, free, candidates)
+        if fewest is None:
+            self._release_prompts()
+        self._lifecycle.preempt_for_others(order[: fewest or 0], to_key=True)
         state.queue.first = candidates.samples
 
     def _short_of_slots(self, most: int, behind: set[str]) -> list[Sample]:
@@ -91,6 +96,14 @@ class Preemption:
             found.append(sample)
         return found
 
+    def _preempt_parked(self, plan: PlannedStep) -> None:
+        """Preempt parked sequences for waiting samples of any class."""
+        slots = self._state.pool.slots
+        running = slots.running_slots()
+        self._lifecycle.stragglers.release_prompts()
+        waiting = [sample for sample in self._state.in_order(MOST_ADMISSIONS) if not sample.request.parked]
+        self._preempt_below(plan, running[slots.parked[running]], waiting)
+
     def _preempt_for_classes(self, plan: PlannedStep) -> None:
         """Preempt sequences of class ``low`` for waiting samples of higher classes."""
         state, slots = self._state, self._state.pool.slots
@@ -101,24 +114,36 @@ class Preemption:
         low = running[slots.preemptible[running]]
         if len(low):
             low = without_overdue(state, low)
-        if not len(low):
-            return
-        budget, blocking = self._budget(low)
-        waiting = state.in_order(MOST_ADMISSIONS)
+        waiting = state.in_order(MOST_ADMISSIONS) if len(low) else []
         above = [sample for sample in waiting if sample.request.priority < Priority.LOW]
-        free = state.pool.shape.max_running - slots.running
-        entries = self._prefill.gather(plan, above, budget, min(MOST_ADMISSIONS, free + len(low)))
-        if entries:
-            candidates = self._prefill.candidates(plan, entries, budget)
-            others = np.setdiff1d(low, blocking)
-            order = np.concatenate((blocking, others[by_work(state, others)]))
-            self._lifecycle.preempt_for_others(order[: self._fewest(plan, order, len(blocking), free, candidates)])
+        if not self._preempt_below(plan, low, above):
+            self._release_prompts()
 
     def _release_prompts(self) -> None:
         """Release the shared prompts that are held for waiting samples of class low."""
         held = [request for request in self._state.pool.sharing if request.priority == Priority.LOW]
         for request in held:
             self._lifecycle.shares.end(request)
+
+    def _preempt_below(self, plan: PlannedStep, low: np.ndarray, above: list[Sample]) -> bool:
+        """Preempt as few of the slots ``low``, int64, as possible for the waiting samples ``above``.
+
+        Return False if the first of these does not fit even without ``low``.
+        """
+        state = self._state
+        if not len(low) or not above:
+            return True
+        budget, blocking = self._budget(low)
+        free = state.pool.shape.max_running - state.pool.slots.running
+        entries = self._prefill.gather(plan, above, budget, min(MOST_ADMISSIONS, free + len(low)))
+        if not entries:
+            return True
+        candidates = self._prefill.candidates(plan, entries, budget)
+        others = np.setdiff1d(low, blocking)
+        order = np.concatenate((blocking, others[by_work(state, others)]))
+        count = self._fewest(plan, order, len(blocking), free, candidates)
+        self._lifecycle.preempt_for_others(order[: count or 0])
+        return count is not None
 
     def _budget(self, low: np.ndarray) -> tuple[int, np.ndarray]:
         """Return the tokens that a plan has for new prompts, and the slots of ``low`` to preempt first, int64.
@@ -135,15 +160,19 @@ class Preemption:
             return max(budget, 1), begun  # a preempted sequence leaves at least one token
         return 0, begun[:0]
 
-    def _fewest(self, plan: PlannedStep, order: np.ndarray, least: int, free: int, candidates: Candidates) -> int:
-        """Return how many of ``order``, from the first on, to preempt so that as many candidates fit as if all were."""
+    def _fewest(
+        self, plan: PlannedStep, order: np.ndarray, least: int, free: int, candidates: Candidates
+    ) -> int | None:
+        """Return how many of ``order``, from the first on, to preempt so that as many candidates fit as if all were.
+
+        None if no candidate fits.
+        """
         # As of the plan before, because this plan has not computed anything yet.
         sequences = candidates.sequences.delayed(1)
         classes, step = candidates.classes, plan.step - 1
         count = self._admission(self._state, step, without=order).fitting(sequences, classes)
         if count == 0:
-            self._release_prompts()
-            return 0
+            return None
         chosen = np.arange(count)
         sequences, classes = sequences.take(chosen), classes[chosen]
 
