@@ -1,10 +1,11 @@
-"""Stragglers of Generate and Session, End and Park."""
+"""Stragglers of Generate and Session, End, Park, and the forecast of a group."""
 
 import pytest
 
 from tests.fakes.model import FakeShape
 from tests.scheduler.service import PROMPT, Client, Service, session, start
 from tokasaurus.scheduler.v1 import generate_pb2 as g
+from tokasaurus.scheduler.v1 import observe_pb2 as o
 from tokasaurus.scheduler.v1 import session_pb2 as s
 
 SHAPE = FakeShape(max_slots=2)
@@ -99,3 +100,26 @@ async def test_a_load_shows_parked_samples_apart():
         assert load.parked_sequences == 5 - load.running_sequences
         service.worker.release()
         await client.finished(0, 1, 2, 3, 4)
+
+
+async def test_a_forecast_has_the_end_of_each_sample():
+    async with start(SHAPE) as service, session(service) as client:
+        service.worker.hold()
+        await client.submit(0, n=5, request_id="group", **fields(20))
+        await client.decided(0)
+        asked = o.ForecastRequest(request_id="group")
+        before = await service.stub.Forecast(asked)
+        assert len(before.sample_finish_steps) == 5
+        assert list(before.sample_finish_steps) == sorted(before.sample_finish_steps)
+        assert before.sample_finish_steps[-1] == before.finish_step
+        assert before.sample_finish_steps[1] < before.sample_finish_steps[2]  # two slots
+        service.worker.release(plans=24)
+        await client.finished(0, 1)
+        after = await service.stub.Forecast(asked)
+        assert list(after.sample_finish_steps[:2]) == [0, 0]
+        assert all(after.sample_finish_steps[2:])
+        assert after.finish_seconds == pytest.approx(after.finish_step * after.step_seconds)
+        service.worker.release()
+        await client.finished(2, 3, 4)
+        possible = o.ForecastRequest(request=g.GenerateRequest(n=3, **fields(20)))
+        assert len((await service.stub.Forecast(possible)).sample_finish_steps) == 3

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 
+import numpy as np
 import structlog
 
 from services.common.errors import FailedPrecondition, InvalidRequest, NotFound, Unavailable
@@ -112,7 +113,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             case _:
                 raise InvalidRequest("set request_id or request", field="subject")
         response = observe_pb2.ForecastResponse(start_step=found.start, finish_step=found.finish)
+        fill(response, "sample_finish_steps", found.ends.astype(np.uint32))
         if step_s:
+            response.step_seconds = step_s
             response.start_seconds, response.finish_seconds = found.start * step_s, found.finish * step_s
         if request.horizon_steps:
             response.curve.CopyFrom(encode_curve(found.curve, shape.page_count, request.horizon_steps))

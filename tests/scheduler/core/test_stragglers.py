@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
+from services.scheduler.core.future.estimate import estimate, running_steps
 from services.scheduler.core.request import AdmissionMode, FinishReason, PauseMode, Priority
 from tests.fakes.model import FakeShape
 from tests.properties import examples
@@ -240,6 +241,48 @@ def test_stragglers_in_random_histories(data, policy):
     assert driver.core.state.pool.pages.in_use == driver.core.state.pool.slots.running == 0
     assert not driver.core.state.queue.requests
     assert not driver.core.state.pool.slots.active.any()
+
+
+# -- the forecast of a group
+
+
+@settings(max_examples=examples(400), deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), policy=policies)
+def test_the_ends_of_a_group_are_those_of_the_forecast(data, policy):
+    driver = Driver(data.draw(shapes()), **policy)
+    for _ in range(data.draw(st.integers(1, 20))):
+        match data.draw(st.sampled_from(["submit", "submit", "step", "plan"])):
+            case "submit":
+                with contextlib.suppress(InvalidRequest):
+                    driver.submit(**data.draw(requests()))
+            case "step":
+                driver.step()
+            case "plan":
+                driver.plan()
+    state = driver.core.state
+    for request in list(state.queue.requests.values()):
+        found = estimate(state, request)
+        assert len(found.ends) == request.n
+        assert found.ends.tolist() == sorted(found.ends.tolist())
+        assert found.ends[-1] == found.finish
+        finished = sum(sample.finished for sample in request.samples)
+        assert not found.ends[:finished].any()
+        running = np.array([each.slot for each in request.samples if each.slot >= 0 and not each.finished], np.int64)
+        assert set(running_steps(state, running)[1].tolist()) <= set(found.ends.tolist())
+
+
+def test_expected_ends_are_exact_if_lengths_are_known():
+    """Every sample has a slot, so nothing but its length decides when it ends."""
+    driver = Driver(shape(eos_every=0))
+    handles = [driver.submit(PROMPT, n=4, max_tokens=10 + 7 * each) for each in range(3)]
+    for _ in range(4):
+        driver.step()
+    state = driver.core.state
+    expected = {handle: estimate(state, driver.requests[handle]).ends for handle in handles}
+    for index, handle in enumerate(handles):
+        assert expected[handle].tolist() == sorted(
+            10 + 7 * index - len(driver.seen[handle + each].tokens) for each in range(4)
+        )
 
 
 def test_several_samples_take_the_slots_of_parked_ones_at_once():

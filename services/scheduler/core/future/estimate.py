@@ -22,6 +22,7 @@ class Estimate(NamedTuple):
     start: int  # first token
     finish: int  # last token
     curve: np.ndarray  # int64, pages in use at steps 0, 1, ..., with the request and the samples before it
+    ends: np.ndarray  # int64 [n], last tokens of its samples, ascending; 0 for those that have finished
 
 
 def steps_until_released(state: State, count: int) -> int:
@@ -38,16 +39,20 @@ def estimate(state: State, subject: Request) -> Estimate:
     ``subject`` may be queued, running, or not submitted. In the last case it is placed behind all requests of its class
     and of higher classes.
     """
-    start, finish = _of_running(state, subject)
+    start, running = _of_running(state, subject)
+    ends = running.tolist()
     queue, left_out = _before(state, subject)
-    if not queue or queue[-1].request is not subject:
-        return Estimate(start or 0, finish, running_curve(state, state.pool.step))
-    placement = Placement(state)
-    for sample, begins, ends in placement.place(queue, left_out):
-        if sample.request is subject:
-            start = begins if start is None else min(start, begins)
-            finish = max(finish, ends)
-    return Estimate(start or 0, finish, placement.pages)
+    if queue and queue[-1].request is subject:
+        placement = Placement(state)
+        for sample, first, last in placement.place(queue, left_out):
+            if sample.request is subject:
+                start = first if start is None else min(start, first)
+                ends.append(last)
+        curve = placement.pages
+    else:
+        curve = running_curve(state, state.pool.step)
+    ordered = np.sort(np.array([0] * (subject.n - len(ends)) + ends, np.int64))
+    return Estimate(start or 0, int(ordered[-1]), curve, ordered)
 
 
 def _before(state: State, subject: Request) -> tuple[list[Sample], int]:
@@ -89,12 +94,12 @@ def running_steps(state: State, chosen: npt.NDArray[np.int64]) -> tuple[npt.NDAr
     return first, first + np.maximum(slots.total[chosen] - known, 0)
 
 
-def _of_running(state: State, subject: Request) -> tuple[int | None, int]:
-    """Return (start, finish) of the samples of ``subject`` that run or have finished."""
+def _of_running(state: State, subject: Request) -> tuple[int | None, npt.NDArray[np.int64]]:
+    """Return the start of the samples of ``subject`` that run or have finished, and the ends of those that run."""
     own = [sample.slot for sample in subject.samples if sample.slot >= 0 and not sample.finished]
     first, last = running_steps(state, np.array(own, np.int64))
     starts = [0] * any(sample.finished for sample in subject.samples) + first.tolist()
-    return min(starts, default=None), int(last.max(initial=0))
+    return min(starts, default=None), last
 
 
 class Placement:
