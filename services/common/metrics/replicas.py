@@ -104,6 +104,12 @@ _COUNTERS = (
     ),
     _Figure("toka_batch_rows", "Rows of all steps: one for each sequence in the step", "batch_rows"),
     _Figure("toka_hydragen_rows", "Rows of toka_batch_rows that ran in a Hydragen group", "hydragen_rows"),
+    _Figure(
+        "toka_tail_rows",
+        "Rows of toka_batch_rows of samples of whose group at most a tenth, or one sample, was unfinished",
+        "tail_rows",
+    ),
+    _Figure("toka_tail_steps", "Steps of which every row was one of toka_tail_rows", "tail_steps"),
     _Figure("toka_requests_accepted", "Requests accepted", "requests_accepted"),
     _Figure("toka_admission_rejections", "Requests rejected", "requests_rejected"),
     _Figure("toka_sequences_finished", "Sequences that finished without being cancelled", "sequences_finished"),

@@ -37,3 +37,5 @@ class Counters:
     loop_deliver_ns: int = 0
     looked_up_prompt_tokens: int = 0
     step_tokens: int = 0
+    tail_rows: int = 0
+    tail_steps: int = 0

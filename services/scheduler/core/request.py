@@ -94,6 +94,11 @@ class Request:
         """The length of the prompt, without a resumed tail."""
         return len(self.tokens) - self.resumed_tokens
 
+    @property
+    def in_tail(self) -> bool:
+        """True if at most a tenth of several samples, or one, has not ended."""
+        return self.n > 1 and self.unfinished <= max(1, self.n // 10)
+
     @cached_property
     def admission_bytes(self) -> int:
         """An upper bound on the bytes of the admission of a new sample in a plan, without its pages."""

@@ -243,6 +243,39 @@ def test_stragglers_in_random_histories(data, policy):
     assert not driver.core.state.pool.slots.active.any()
 
 
+# -- the tail of a group
+
+
+def test_rows_and_steps_of_a_tail_are_counted():
+    driver = Driver(shape(eos_every=0))
+    counters = driver.core.state.queue.counters
+    driver.submit(PROMPT, max_tokens=10)  # a single sample is no group
+    driver.run()
+    assert (counters.tail_rows, counters.tail_steps) == (0, 0)
+    handle = begin(driver, 20)
+    driver.core.end(SINK, range(handle, handle + 17))
+    driver.step()
+    assert counters.tail_rows == 0
+    driver.core.end(SINK, [handle + 17])  # two of twenty are left
+    before = counters.steps
+    driver.step()
+    rows = 2 * (counters.steps - before)
+    assert (counters.tail_rows, counters.tail_steps) == (rows, rows // 2)
+    driver.submit([20, 21], max_tokens=30)
+    before, steps, tail_steps = counters.steps, counters.tail_rows, counters.tail_steps
+    driver.step()
+    assert counters.tail_rows - steps == 2 * (counters.steps - before)
+    assert counters.tail_steps == tail_steps
+    check_ends(driver)
+
+
+def check_ends(driver: Driver) -> None:
+    driver.run()
+    while driver.answer():
+        pass
+    assert driver.core.state.pool.pages.in_use == 0
+
+
 # -- the forecast of a group
 
 

@@ -38,6 +38,7 @@ class Lifecycle:
             "min_known": request.prompt_tokens + request.min_tokens,
             "priority": request.priority,
             "parked": request.parked,
+            "tail": request.in_tail,
             "scheduled": entry.cached,
             "length_class": request.length_class_id,
             "node": entry.held_node(int(state.pool.tree.depth[entry.node])),

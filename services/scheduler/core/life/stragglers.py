@@ -13,14 +13,16 @@ from services.scheduler.core.state import State
 
 
 class Stragglers:
-    """Parks the samples of requests. Owned by the core."""
+    """Parks the samples of requests, and marks those in the tail of a group for the counters. Owned by the core."""
 
     def __init__(self, state: State, shares: Sharing) -> None:
         self._state = state
         self._shares = shares
 
     def sample_ended(self, request: Request) -> None:
-        """Park the rest of ``request``, of which a sample has ended, if that is due."""
+        """Park or mark what is left of ``request``, of which a sample has ended."""
+        if request.in_tail:
+            self._state.pool.slots.tail[_slots_of(request)] = True
         if request.park_after is not None and request.completed >= request.park_after:
             self.park(request)
 

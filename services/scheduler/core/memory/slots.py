@@ -28,6 +28,7 @@ class Slots:
         self.guaranteed = np.zeros(count, bool)
         self.preemptible = np.zeros(count, bool)  # may be preempted for higher classes
         self.parked = np.zeros(count, bool)  # is preempted for any other sample
+        self.tail = np.zeros(count, bool)  # its request is nearly complete, see ``Request.in_tail``
         self.protected_until = np.zeros(count, np.int64)  # known tokens from which it may be preempted for other keys
         self.accepted_ns = np.zeros(count, np.int64)
         self.length_class = np.zeros(count, np.int64)

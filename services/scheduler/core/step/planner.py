@@ -51,6 +51,7 @@ class Planner:
         if len(decoding) == 0 and not prefilling:
             return None
         self._charge(decoding, prefilling)
+        self._count_tail(decoding, prefilling)
         # Not before: otherwise this plan could copy onto a page from which it also copies.
         for request in [request for request in state.pool.sharing if not request.waiting]:
             self._lifecycle.shares.end(request)
@@ -105,6 +106,13 @@ class Planner:
                 if of_classes[priority]:
                     state.queue.waiting.charge(priority, key, int(of_classes[priority]))
         state.queue.recent.charge(computed, state.pool.shape.max_tokens_per_step)
+
+    def _count_tail(self, decoding: np.ndarray, prefilling: Rows) -> None:
+        """Count the rows of samples in the tail of their group."""
+        counters, tail = self._state.queue.counters, self._state.pool.slots.tail
+        rows = int(np.count_nonzero(tail[decoding])) + sum(bool(tail[slot]) for slot, _ in prefilling)
+        counters.tail_rows += rows
+        counters.tail_steps += rows == len(decoding) + len(prefilling)
 
     def _decode(self, plan: PlannedStep, time_slice: KeyTimeSlice | None) -> np.ndarray:
         """Compute one more token for every sequence that is past its prompt, and take pages for these tokens.
