@@ -29,6 +29,8 @@ class SamplingParams:
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    end_stragglers_after: int | None = None  # finished samples of a prompt after which the others end
+    park_stragglers_after: int | None = None  # finished samples of a prompt after which the others are parked
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False

@@ -86,12 +86,12 @@ async def test_closing_cancels_what_still_runs_and_nothing_else():
     for finished in (False, True):
         running = generation()
         running.scheduler_requests[0].holder = SimpleNamespace(
-            cancel=lambda _, finished=finished: cancelled.append(finished)
+            act_on=lambda _, action, finished=finished: cancelled.append((action, finished))
         )
         if finished:
             running.finish(running.samples[0], ending())
         running.close()
-    assert cancelled == [False]
+    assert cancelled == [("cancel", False)]
 
 
 async def test_what_is_closed_is_freed_without_a_search_for_cycles():

@@ -17,7 +17,7 @@ import structlog
 
 from services.common.boundaries import errors_to
 from services.common.errors import Internal, TokaError
-from services.gateway.engine.codec import PromptScores, SampleEnding, TokenLogprob
+from services.gateway.engine.codec import PromptScores, SampleAction, SampleEnding, TokenLogprob
 from services.gateway.engine.request import NO_TOKENS, PromptRequest, Settings, Submission
 
 log = structlog.get_logger(__name__)
@@ -90,8 +90,8 @@ class ActiveSample:
 class Holder(Protocol):
     """The object that runs a scheduler request: a session, or ``Failover`` while the request is queued there."""
 
-    def cancel(self, request: "SchedulerRequest") -> None:
-        """Cancel the samples of ``request`` that still run."""
+    def act_on(self, request: "SchedulerRequest", action: SampleAction) -> None:
+        """Cancel, end or park the samples of ``request`` that still run."""
 
     def count_tokens(self, request: "SchedulerRequest") -> int:
         """Return the number of tokens that the running samples of ``request`` have received since they were sent."""
@@ -113,6 +113,14 @@ class SchedulerRequest:
     handle: int = 0  # set by a session: its sample i has ``handle + i``
     sent: Sequence[ActiveSample] = ()  # set by a session: its sample i is ``sent[i]``
 
+    @property
+    def action(self) -> SampleAction | None:
+        """The action that is due for its samples because enough samples of the prompt have finished, or None.
+
+        A scheduler takes it by itself for a request with all samples of the prompt.
+        """
+        return self.parent.straggler_action(self.samples[0].prompt_index) if self.submission.resumes else None
+
 
 class ActiveRequest:
     """A running HTTP request and its samples. Sample ``s`` of prompt ``p`` has index ``p * n + s``.
@@ -131,6 +139,7 @@ class ActiveRequest:
             self.scheduler_requests.append(SchedulerRequest(submission, self, self.samples[first:]))
         self.request_id = prompts[0].request_id if prompts else ""
         self.prompt_scores: list[list[PromptScores]] = [[] for _ in prompts]  # by prompt, in order of positions
+        self._finished = [0] * len(prompts)  # samples by prompt, without those that were ended early
         self.began_at = time.perf_counter()
         self.first_token_at: float | None = None
         self._streaming = streaming
@@ -138,6 +147,7 @@ class ActiveRequest:
         self._first_scored = max(1, self.settings.prompt_logprobs_start)
         self.logprobs = any(prompt.settings.logprobs for prompt in prompts)
         self.per_token = streaming or self.logprobs  # the session calls ``add_tokens``; else tokens come with endings
+        self._is_split = False  # failover has sent some samples of a prompt apart from others
         self._unaccepted = len(self.scheduler_requests)
         self._unfinished = len(self.samples)
         self._updated: list[ActiveSample] = []
@@ -193,6 +203,8 @@ class ActiveRequest:
             return
         if sample.failover_delay_s:
             ending = _add_failover_delay(ending, sample)
+        if ending.reason != "abort":
+            self._count_finished(sample.prompt_index)
         sample.ending = self._apply_settings(ending)
         if self.settings.discard_output:
             sample.new_ids = []
@@ -203,6 +215,23 @@ class ActiveRequest:
         self._updated.append(sample)
         if self._unfinished == 0 or len(self._updated) >= _ENDED_PER_WAKEUP:
             self._wake()
+
+    def _count_finished(self, prompt_index: int) -> None:
+        """Count a finished sample. End or park the others when it is due, at all schedulers that have some."""
+        self._finished[prompt_index] += 1
+        if self._finished[prompt_index] not in (self.settings.end_after, self.settings.park_after):
+            return
+        for request in self.scheduler_requests if self._is_split else ():
+            action = self.straggler_action(prompt_index)
+            if request.samples[0].prompt_index == prompt_index and request.holder is not None and action is not None:
+                request.holder.act_on(request, action)
+
+    def straggler_action(self, prompt_index: int) -> SampleAction | None:
+        """Return the action that is due for the unfinished samples of a prompt, or None."""
+        finished, settings = self._finished[prompt_index], self.settings
+        if settings.end_after is not None and finished >= settings.end_after:
+            return "end"
+        return "park" if settings.park_after is not None and finished >= settings.park_after else None
 
     def _apply_settings(self, ending: SampleEnding) -> SampleEnding:
         """Apply ``discard_output`` and ``include_stop``, which are not sent to the scheduler."""
@@ -253,6 +282,7 @@ class ActiveRequest:
                 request.samples = stay
                 kept.append(request)
         self.scheduler_requests = kept + made
+        self._is_split = True
         return made
 
     def _resubmit(
@@ -327,7 +357,7 @@ class ActiveRequest:
         if self._unfinished:
             for request in self.scheduler_requests:
                 if request.holder is not None:
-                    request.holder.cancel(request)
+                    request.holder.act_on(request, "cancel")
         self.scheduler_requests, self.samples, self._updated = [], [], []
 
     def _wake(self) -> None:

@@ -14,9 +14,10 @@ from services.gateway.engine.request import Grammar, RequestPriority, Submission
 from tokasaurus.common.v1 import sampling_pb2
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 
-CONTRACT_MAJOR, RESUME_MINOR, SUBMITS_MINOR = "1", 5, 11
+CONTRACT_MAJOR, RESUME_MINOR, SUBMITS_MINOR, STRAGGLERS_MINOR = "1", 5, 11, 13
 MESSAGES_LOST = "MESSAGES_LOST"  # error reason: messages of the session are missing
 
+SampleAction = Literal["cancel", "end", "park"]  # on running samples
 FinishReason = Literal["stop", "length", "abort", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
@@ -65,6 +66,11 @@ class ModelFacts:
     def takes_submits(self) -> bool:
         """True if the scheduler accepts several requests in one message."""
         return self._minor >= SUBMITS_MINOR
+
+    @property
+    def stragglers(self) -> bool:
+        """True if the scheduler can end and park samples of a group."""
+        return self._minor >= STRAGGLERS_MINOR
 
     @property
     def _minor(self) -> int:
@@ -149,10 +155,10 @@ def check_count(heartbeat: session_pb2.Heartbeat, received: int) -> None:
         )
 
 
-def encode_cancel(handles: list[int]) -> session_pb2.SessionRequest:
-    """Return a message that cancels samples."""
+def encode_action(action: SampleAction, handles: list[int]) -> session_pb2.SessionRequest:
+    """Return a message that cancels, ends or parks samples."""
     message = session_pb2.SessionRequest()
-    fill(message.cancel, "handles", np.array(handles, dtype=np.uint32))
+    fill(getattr(message, action), "handles", np.array(handles, dtype=np.uint32))
     return message
 
 
@@ -168,8 +174,13 @@ def encode_submit(submission: Submission) -> session_pb2.SessionRequest:
         request.deadline_in_ms = max(0, settings.deadline_ms - int(time.monotonic() * 1000))
         # For schedulers that do not support deadline_in_ms.
         request.deadline_unix_ms = int(time.time() * 1000) + request.deadline_in_ms
-    if submission.resumes:
+    if submission.resumes:  # finished samples of an earlier submission count, so the gateway ends and parks the others
         request.resume.generated_tokens, request.resume.sample_index = len(submission.generated_ids), submission.first
+    else:
+        if settings.end_after is not None:
+            request.stragglers.end_after = settings.end_after
+        if settings.park_after is not None:
+            request.stragglers.park_after = settings.park_after
     tokens = (
         np.concatenate((prompt.prompt_ids, submission.generated_ids))
         if len(submission.generated_ids)

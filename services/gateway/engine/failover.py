@@ -16,6 +16,7 @@ from services.common.boundaries import errors_to
 from services.common.errors import Internal, Overloaded, TokaError, Unavailable
 from services.common.process.time_slice import TimeSlice
 from services.gateway.engine.active_request import ActiveSample, SchedulerRequest
+from services.gateway.engine.codec import SampleAction
 from services.gateway.engine.metrics import FailoverReason, RequestMetrics
 from services.gateway.engine.quarantine import PROVEN, FailoverQuarantine
 from services.gateway.engine.replica import Replica
@@ -130,9 +131,10 @@ class Failover:
             request.parent.fail(error)
         self._queue.clear()
 
-    def cancel(self, request: SchedulerRequest) -> None:
-        """Remove ``request`` from the queue."""
-        self._queue.pop(request, None)
+    def act_on(self, request: SchedulerRequest, action: SampleAction) -> None:
+        """Remove a cancelled ``request`` from the queue. A session takes other actions when it sends the request."""
+        if action == "cancel":
+            self._queue.pop(request, None)
 
     def count_tokens(self, request: SchedulerRequest) -> int:
         """Return 0, since a queued request receives no tokens."""

@@ -79,7 +79,8 @@ class Session:
         self._timings = timings
         self._takes_submits = takes_submits
         self._outbox: deque[session_pb2.SessionRequest] = deque()
-        self._cancels: dict[int, None] = {}  # handles in order, until they are sent or their samples have ended
+        # Handles to send by action, in order, until they are sent or their samples have ended.
+        self._actions: dict[codec.SampleAction, dict[int, None]] = {"cancel": {}, "end": {}, "park": {}}
         self._has_mail, self._has_room = asyncio.Event(), asyncio.Event()
         self._ended = False
         self._samples: dict[int, ActiveSample | None] = {}  # by handle, until its Finish; None: cancelled or abandoned
@@ -107,6 +108,8 @@ class Session:
         self.unreported_tokens += request.submission.most_tokens
         self._outbox.append(message)
         self._has_mail.set()
+        if (action := request.action) is not None:
+            self.act_on(request, action)
 
     async def room(self) -> None:
         """Wait until at most ``MAX_BACKLOG`` messages are to be written, or the session has ended."""
@@ -152,9 +155,13 @@ class Session:
         self._cancel_samples(list(leaving))
         return {sample: self._slots.tokens(handle) for handle, sample in leaving.items()}
 
-    def cancel(self, request: SchedulerRequest) -> None:
-        """End the samples of ``request`` that still run here."""
-        self._cancel_samples(self._running(request))
+    def act_on(self, request: SchedulerRequest, action: codec.SampleAction) -> None:
+        """Cancel, end or park the samples of ``request`` that still run here."""
+        handles = self._running(request)
+        if action == "cancel":
+            self._cancel_samples(handles)
+        else:
+            self._send_action(action, handles)
 
     def count_tokens(self, request: SchedulerRequest) -> int:
         """Return the number of tokens that the running samples of ``request`` have received here."""
@@ -168,10 +175,12 @@ class Session:
 
     def _cancel_samples(self, handles: Sequence[int]) -> None:
         """Cancel the samples of ``handles``, and ignore their further tokens."""
+        self._samples |= dict.fromkeys(handles)
+        self._send_action("cancel", handles)
+
+    def _send_action(self, action: codec.SampleAction, handles: Sequence[int]) -> None:
         if handles:
-            cancelled = dict.fromkeys(handles)
-            self._samples |= cancelled
-            self._cancels |= cancelled
+            self._actions[action] |= dict.fromkeys(handles)
             self._has_mail.set()
 
     # The three tasks of ``run``.
@@ -213,10 +222,12 @@ class Session:
                     message.heartbeat.messages_before = self._written
                 await self._stream.write(message)
                 self._written += 1
-            if self._cancels:  # after the requests that they cancel
-                cancels, self._cancels = list(self._cancels), {}
-                await self._stream.write(codec.encode_cancel(cancels))
-                self._written += 1
+            for action, waiting in self._actions.items():  # after the requests that they concern
+                if waiting:
+                    handles = list(waiting)
+                    waiting.clear()
+                    await self._stream.write(codec.encode_action(action, handles))
+                    self._written += 1
 
     def _next(self) -> session_pb2.SessionRequest:
         """Take the next message from the outbox. Consecutive short requests become one message."""
@@ -320,7 +331,8 @@ class Session:
 
     def _end(self, handle: int) -> tuple[ActiveSample | None, np.ndarray]:
         """Free a handle. Return its sample, or None if that was cancelled, and the tokens stored for it."""
-        self._cancels.pop(handle, None)  # a late cancel would end the handle's next sample
+        for waiting in self._actions.values():
+            waiting.pop(handle, None)  # a late cancel would end the handle's next sample
         return self._samples.pop(handle, None), self._slots.give(handle)
 
     def _note_times(self, handles: np.ndarray, counts: np.ndarray | None) -> None:

@@ -116,6 +116,12 @@ class GenerationBody(GrammarBody, SamplingBody):
     other_names: ClassVar[Mapping[str, str]] = SAME
 
     n: Annotated[int, Field(ge=1)] | None = optional("Number of samples per prompt. The prompt is computed once.")
+    end_stragglers_after: Annotated[int, Field(ge=1)] | None = optional(
+        "Number of a prompt's samples, at most n, after whose end the others end with finish_reason abort."
+    )
+    park_stragglers_after: Annotated[int, Field(ge=1)] | None = optional(
+        "Number of a prompt's samples, at most n, after whose end the others continue only in idle slots."
+    )
     stream_options: StreamOptions | None = optional("Only allowed with stream.")
     max_tokens: Annotated[int, Field(ge=1)] | None = optional(
         "Maximum number of tokens in an answer. Default: the model's generation_config.json, else the"
@@ -183,6 +189,19 @@ class GenerationBody(GrammarBody, SamplingBody):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @model_validator(mode="after")
+    def _stragglers_are_some_samples(self) -> "GenerationBody":
+        end, park = self.end_stragglers_after, self.park_stragglers_after
+        for name, after in (("end_stragglers_after", end), ("park_stragglers_after", park)):
+            if (after or 0) > self.samples:
+                raise ValueError(f"{name}: expected at most n={self.samples}, the number of samples of a prompt")
+        if end is not None and park is not None and park >= end:
+            raise ValueError(
+                f"park_stragglers_after: expected less than end_stragglers_after={end}, as samples that ended cannot be"
+                " parked; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _parameters_suit_each_other(self) -> "GenerationBody":
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs: not with stream; leave one of them out")
@@ -242,6 +261,10 @@ class CompletionBody(GenerationBody):
     def _prompt_parameters_suit_each_other(self) -> "CompletionBody":
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise ValueError(f"best_of: expected at least n={self.n}, the number of samples to return")
+        if self.end_stragglers_after is not None and self.samples > (self.n or 1):
+            raise ValueError(
+                "end_stragglers_after: not with best_of, which compares whole answers; leave one of them out"
+            )
         if self.best_of is not None and self.stream:
             raise ValueError("best_of: not with stream, which cannot wait for the best; leave one of them out")
         if self.prompt_logprobs_start and self.echo and self.logprobs is not None:

@@ -24,6 +24,7 @@ def make_settings(body: GenerationBody, facts: ModelFacts, caller: Caller, gramm
     logprobs = body.answer_top
     _check_top(body.answer_top_field, logprobs, facts)
     _check_prompt_logprobs(body, facts)
+    _check_stragglers(body, facts)
     check_grammar(body, facts, grammar)
     stop_token_ids = tuple(body.stop_token_ids or ())
     for token in stop_token_ids:
@@ -35,6 +36,8 @@ def make_settings(body: GenerationBody, facts: ModelFacts, caller: Caller, gramm
         stop_strings=body.stop,
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
+        end_after=body.end_stragglers_after,
+        park_after=body.park_stragglers_after,
         # The best samples are found by their log-probabilities.
         logprobs=logprobs is not None or bool(body.logprobs_in_fingerprint) or body.samples > (body.n or 1),
         top_logprobs=logprobs or 0,
@@ -81,6 +84,14 @@ def _check_prompt_logprobs(body: GenerationBody, facts: ModelFacts) -> None:
             field=field,
         )
     _check_top("prompt_logprobs", body.prompt_logprobs, facts)
+
+
+def _check_stragglers(body: GenerationBody, facts: ModelFacts) -> None:
+    for name in ("end_stragglers_after", "park_stragglers_after"):
+        if getattr(body, name) is not None and not facts.stragglers:
+            raise UnsupportedParameter.at(
+                name, "the scheduler that serves this model cannot end or park samples of a group; leave it out"
+            )
 
 
 def _check_top(field: str, count: int | None, facts: ModelFacts) -> None:

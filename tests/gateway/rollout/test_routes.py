@@ -86,6 +86,20 @@ def test_every_prompt_of_an_aborted_request_ends_and_others_continue(trained):
         assert other.result(PATIENCE_S).json()["choices"][0]["finish_reason"] == "length"
 
 
+def test_one_prompt_of_a_request_is_aborted_by_its_number(trained):
+    aborted = []
+
+    def stop(name: str) -> None:
+        aborted.append(post(trained, "/abort_requests", json={"request_ids": [f"{name}-1"]}).json()["samples"])
+        aborted.append(post(trained, "/abort_requests", json={"request_ids": [name]}).json()["samples"])
+
+    body = LONG | {"prompt": ["Hi", "Ho", "Hu"], "n": 4}
+    events = streamed(trained, "/v1/completions", body, stop)
+    reasons = [each["finish_reason"] for event in events for each in event["choices"] if each["finish_reason"]]
+    assert reasons == ["abort"] * 12
+    assert aborted == [4, 8]
+
+
 def test_aborts_in_the_words_of_each_api(trained):
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1500, "ignore_eos": True, "model": "x"}
 

@@ -1,0 +1,255 @@
+"""Groups of samples at two schedulers: they stay together, and their stragglers end or are parked after a failover."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from services.common.config import SchedulerConfig
+from services.common.text.tokenizer import Tokenizer
+from services.gateway.engine.active_request import ActiveRequest
+from services.gateway.engine.codec import SampleAction, SampleEnding, encode_submit
+from services.gateway.engine.fleet import Fleet
+from services.gateway.engine.metrics import RequestMetrics
+from services.gateway.engine.request import PromptRequest, Settings
+from services.gateway.engine.session import Timings
+from services.gateway.rollout import control
+from services.scheduler.core.request import Request
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.server import SchedulerServer
+from tests.fakes.model import FakeShape
+from tests.fakes.worker import FakeWorker
+from tests.gateway.deployment import eventually_async
+from tests.gateway.scheduler_end import SchedulerEnd, finish
+from tokasaurus.scheduler.v1 import generate_pb2
+
+PROMPT = list(range(50, 150))
+LENGTHS = (3, 12)  # of the first samples; the others never end by themselves
+MOST = 400
+
+
+def token(tokens: Sequence[int], sample_index: int) -> int:
+    """An answer of sample 0 or 1 ends at its length."""
+    generated = len(tokens) - len(PROMPT)
+    return 0 if sample_index < len(LENGTHS) and generated == LENGTHS[sample_index] - 1 else 200 + generated
+
+
+class Pair:
+    """Two schedulers with held workers, and a fleet of both, in this process."""
+
+    def __init__(self) -> None:
+        self.workers = [FakeWorker(FakeShape(max_slots=64), token) for _ in range(2)]
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls):
+        pair = cls()
+        addresses = [await worker.start() for worker in pair.workers]
+        pair.servers: list[SchedulerServer | None] = [
+            SchedulerServer(SchedulerConfig(worker_addresses=(address,), scheduler_listen="127.0.0.1:0"))
+            for address in addresses
+        ]
+        pair.fleet = Fleet(
+            [await server.start() for server in pair.servers],
+            tokenizer_fingerprint=Tokenizer.load("builtin").fingerprint,
+            metrics=RequestMetrics(),
+            timings=Timings(),
+            turn=0,
+        )
+        pair.fleet.start()
+        try:
+            await eventually_async(lambda: all(replica.ready for replica in pair.fleet.replicas))
+            for worker in pair.workers:
+                worker.hold()
+            yield pair
+            assert [worker.violations for worker in pair.workers] == [[], []]
+        finally:
+            await pair.fleet.stop()
+            for index in range(2):
+                await pair.stop(index)
+            for worker in pair.workers:
+                await worker.stop()
+
+    async def generate(self, name: str, prompt: Sequence[int] = PROMPT, n: int = 1, **settings) -> ActiveRequest:
+        prompts = [
+            PromptRequest(name, "tokasaurus-builtin", np.array(prompt, np.uint32), MOST, 7, Settings(n=n, **settings))
+        ]
+        return await self.fleet.generate(prompts, streaming=True)
+
+    async def stop(self, index: int) -> None:
+        server, self.servers[index] = self.servers[index], None
+        if server is not None:
+            await server.stop()
+
+    def requests(self) -> list[list[Request]]:
+        """The unfinished requests of each scheduler."""
+        return [[] if server is None else server.engine.ask(_requests).result(60) for server in self.servers]
+
+
+def _requests(core: Scheduler) -> list[Request]:
+    return list(core.state.queue.requests.values())
+
+
+async def ended(running: ActiveRequest, *numbers: int) -> None:
+    """Wait for the ends of samples."""
+    async with asyncio.timeout(60):
+        while any(running.samples[number].ending is None for number in numbers):
+            assert await running.wait_updated()
+
+
+# -- failover
+
+
+async def lose_a_scheduler_after_the_first_end(pair: Pair, running: ActiveRequest) -> FakeWorker:
+    """Return the worker that goes on, held, once all other samples are with it."""
+    await running.wait_accepted()
+    first = next(index for index, requests in enumerate(pair.requests()) if requests)
+    pair.workers[first].release(plans=6)
+    await ended(running, 0)
+    await pair.stop(first)
+    other = 1 - first
+    await eventually_async(lambda: all(each.accepted and each.attempt for each in running.scheduler_requests))
+    await eventually_async(lambda: len(pair.requests()[other]) == len(running.scheduler_requests))
+    return pair.workers[other]
+
+
+async def test_samples_that_finished_before_a_failover_count():
+    async with Pair.running() as pair:
+        running = await pair.generate("group", n=4, end_after=2)
+        worker = await lose_a_scheduler_after_the_first_end(pair, running)
+        assert [each.ending is None for each in running.samples] == [False, True, True, True]
+        worker.release(plans=16)
+        await ended(running, 0, 1, 2, 3)
+        assert [each.outcome.reason for each in running.samples] == ["stop", "stop", "abort", "abort"]
+        for sample in running.samples[2:]:
+            ids, _ = sample.take()
+            assert list(ids) == [200 + index for index in range(len(ids))]
+            assert len(ids) == sample.outcome.completion_tokens < MOST
+        running.close()
+
+
+async def test_stragglers_are_parked_after_a_failover():
+    async with Pair.running() as pair:
+        running = await pair.generate("group", n=3, park_after=2)
+        worker = await lose_a_scheduler_after_the_first_end(pair, running)
+        worker.release(plans=16)
+        await ended(running, 1)
+        await eventually_async(lambda: all(each.parked for requests in pair.requests() for each in requests))
+        worker.release()
+        await ended(running, 2)
+        assert running.samples[2].outcome.reason == "length"
+        running.close()
+
+
+def group(n: int, prompts: int = 1, **settings) -> ActiveRequest:
+    prompt, asked = np.array([1, 2, 3], np.uint32), Settings(n=n, **settings)
+    made = [PromptRequest(f"r-{number}", "m", prompt, 50, 7, asked) for number in range(prompts)]
+    return ActiveRequest(made, streaming=False)
+
+
+class Holder:
+    """Keeps the actions that it is asked for."""
+
+    def __init__(self) -> None:
+        self.actions: list[tuple[str, SampleAction]] = []
+
+    def act_on(self, request, action: SampleAction) -> None:
+        self.actions.append((request.submission.request_id, action))
+
+
+def test_a_scheduler_counts_a_whole_group_by_itself_and_the_gateway_one_that_was_split():
+    running = group(4, end_after=3, park_after=1)
+    [whole] = running.scheduler_requests
+    sent = encode_submit(whole.submission).submit.request
+    assert (sent.stragglers.end_after, sent.stragglers.park_after) == (3, 1)
+    [*parts] = running.replace_lost({each: np.arange(1, dtype=np.uint32) for each in running.samples})
+    for part in parts:
+        assert not encode_submit(part.submission).submit.request.HasField("stragglers")
+        assert part.action is None
+
+
+def test_every_scheduler_of_a_split_group_is_asked_once_for_each_action():
+    running = group(4, prompts=2, end_after=3, park_after=1)
+    holder = Holder()
+    for request in running.replace_lost({each: np.arange(1, dtype=np.uint32) for each in running.samples}):
+        request.holder = holder
+    [first, second, third, last, *other] = running.samples
+    ending = SampleEnding("stop", False, 0, 3, 1, 0, 0.0, 0.0, 0.0, None)
+    running.finish(other[0], replace(ending, reason="abort"))  # does not count
+    assert not holder.actions
+    running.finish(first, ending)
+    assert [action for _, action in holder.actions] == ["park"] * 4
+    assert {name for name, _ in holder.actions} == {f"r-0+1.{each}" for each in range(4)}
+    running.finish(second, ending)
+    assert len(holder.actions) == 4
+    running.finish(third, ending)
+    assert [action for _, action in holder.actions[4:]] == ["end"] * 4
+    running.finish(last, replace(ending, reason="abort"))
+    assert len(holder.actions) == 8
+
+
+async def test_a_part_that_is_sent_after_enough_samples_have_finished_is_followed_by_the_action():
+    end = SchedulerEnd()
+    running = group(3, end_after=1)
+    [whole] = running.scheduler_requests
+    end.session.submit(whole)
+    await end.outputs(handles=[0, 1, 2], token_ids=[5, 6, 7], finished={0: finish()})
+    later = SchedulerEnd()
+    for part in running.replace_lost(end.session.abandon()):
+        later.session.submit(part)
+    await later.send()
+    written = [message for message in later.written if not message.HasField("heartbeat")]
+    assert [message.WhichOneof("payload") for message in written] == ["submit", "submit", "end"]
+    assert list(written[-1].end.handles) == [0, 1]
+    reason = generate_pb2.FINISH_REASON_ABORTED
+    usage = generate_pb2.Usage(prompt_tokens=3, completion_tokens=1)
+    aborted = generate_pb2.Finish(reason=reason, usage=usage)
+    await later.outputs(finished={0: aborted, 1: aborted})
+    assert {sample.outcome.reason for sample in await running.wait_ended()} == {"length", "abort"}
+
+
+async def test_an_abort_of_a_group_leaves_the_answers_of_finished_samples():
+    async with Pair.running() as pair:
+        running, other = await pair.generate("group", n=4), await pair.generate("grouped", n=1)
+        await running.wait_accepted()
+        for worker in pair.workers:
+            worker.release(plans=6)
+        await ended(running, 0)
+        assert await control.abort(pair.fleet, ["group"]) == 3
+        await ended(running, 1, 2, 3)
+        assert [each.outcome.reason for each in running.samples] == ["stop", "abort", "abort", "abort"]
+        for sample in running.samples:
+            ids, _ = sample.take()
+            assert list(ids) == [200 + index for index in range(len(ids))]
+        for worker in pair.workers:
+            worker.release()
+        await ended(other, 0)
+        assert other.samples[0].outcome.reason == "stop"
+        running.close()
+        other.close()
+
+
+# -- placement
+
+
+async def test_the_samples_of_a_request_are_at_one_scheduler_and_requests_at_both():
+    async with Pair.running() as pair:
+        groups = [await pair.generate(f"group{number}", [20 + number, *PROMPT], n=8) for number in range(8)]
+        for each in groups:
+            await each.wait_accepted()
+        assert [len(each) for each in pair.requests()] == [4, 4]
+        for each in groups:
+            each.close()
+
+
+async def test_requests_of_one_sample_with_one_prompt_stay_together():
+    """They share a block of 64 tokens, and are less work than the slack of the router."""
+    async with Pair.running() as pair:
+        groups = [await pair.generate(f"{number}", PROMPT) for number in range(8)]
+        for each in groups:
+            await each.wait_accepted()
+        assert sorted(len(each) for each in pair.requests()) == [0, 8]
+        for each in groups:
+            each.close()
