@@ -1,4 +1,4 @@
-"""Groups of samples at two schedulers: they stay together, and their stragglers end or are parked after a failover."""
+"""Groups at several schedulers: samples stay together, and stragglers end or are parked after a failover."""
 
 import asyncio
 from collections.abc import Sequence
@@ -36,40 +36,40 @@ def token(tokens: Sequence[int], sample_index: int) -> int:
     return 0 if sample_index < len(LENGTHS) and generated == LENGTHS[sample_index] - 1 else 200 + generated
 
 
-class Pair:
-    """Two schedulers with held workers, and a fleet of both, in this process."""
+class Schedulers:
+    """Schedulers with held workers, and their fleet, in this process."""
 
-    def __init__(self) -> None:
-        self.workers = [FakeWorker(FakeShape(max_slots=64), token) for _ in range(2)]
+    def __init__(self, count: int) -> None:
+        self.workers = [FakeWorker(FakeShape(max_slots=64), token) for _ in range(count)]
 
     @classmethod
     @asynccontextmanager
-    async def running(cls):
-        pair = cls()
-        addresses = [await worker.start() for worker in pair.workers]
-        pair.servers: list[SchedulerServer | None] = [
+    async def running(cls, count: int = 2):
+        schedulers = cls(count)
+        addresses = [await worker.start() for worker in schedulers.workers]
+        schedulers.servers: list[SchedulerServer | None] = [
             SchedulerServer(SchedulerConfig(worker_addresses=(address,), scheduler_listen="127.0.0.1:0"))
             for address in addresses
         ]
-        pair.fleet = Fleet(
-            [await server.start() for server in pair.servers],
+        schedulers.fleet = Fleet(
+            [await server.start() for server in schedulers.servers],
             tokenizer_fingerprint=Tokenizer.load("builtin").fingerprint,
             metrics=RequestMetrics(),
             timings=Timings(),
             turn=0,
         )
-        pair.fleet.start()
+        schedulers.fleet.start()
         try:
-            await eventually_async(lambda: all(replica.ready for replica in pair.fleet.replicas))
-            for worker in pair.workers:
+            await eventually_async(lambda: all(replica.ready for replica in schedulers.fleet.replicas))
+            for worker in schedulers.workers:
                 worker.hold()
-            yield pair
-            assert [worker.violations for worker in pair.workers] == [[], []]
+            yield schedulers
+            assert not any(worker.violations for worker in schedulers.workers)
         finally:
-            await pair.fleet.stop()
-            for index in range(2):
-                await pair.stop(index)
-            for worker in pair.workers:
+            await schedulers.fleet.stop()
+            for index in range(count):
+                await schedulers.stop(index)
+            for worker in schedulers.workers:
                 await worker.stop()
 
     async def generate(self, name: str, prompt: Sequence[int] = PROMPT, n: int = 1, **settings) -> ActiveRequest:
@@ -102,23 +102,23 @@ async def ended(running: ActiveRequest, *numbers: int) -> None:
 # -- failover
 
 
-async def lose_a_scheduler_after_the_first_end(pair: Pair, running: ActiveRequest) -> FakeWorker:
+async def lose_a_scheduler_after_the_first_end(schedulers: Schedulers, running: ActiveRequest) -> FakeWorker:
     """Return the worker that goes on, held, once all other samples are with it."""
     await running.wait_accepted()
-    first = next(index for index, requests in enumerate(pair.requests()) if requests)
-    pair.workers[first].release(plans=6)
+    first = next(index for index, requests in enumerate(schedulers.requests()) if requests)
+    schedulers.workers[first].release(plans=6)
     await ended(running, 0)
-    await pair.stop(first)
+    await schedulers.stop(first)
     other = 1 - first
     await eventually_async(lambda: all(each.accepted and each.attempt for each in running.scheduler_requests))
-    await eventually_async(lambda: len(pair.requests()[other]) == len(running.scheduler_requests))
-    return pair.workers[other]
+    await eventually_async(lambda: len(schedulers.requests()[other]) == len(running.scheduler_requests))
+    return schedulers.workers[other]
 
 
 async def test_samples_that_finished_before_a_failover_count():
-    async with Pair.running() as pair:
-        running = await pair.generate("group", n=4, end_after=2)
-        worker = await lose_a_scheduler_after_the_first_end(pair, running)
+    async with Schedulers.running() as schedulers:
+        running = await schedulers.generate("group", n=4, end_after=2)
+        worker = await lose_a_scheduler_after_the_first_end(schedulers, running)
         assert [each.ending is None for each in running.samples] == [False, True, True, True]
         worker.release(plans=16)
         await ended(running, 0, 1, 2, 3)
@@ -131,12 +131,12 @@ async def test_samples_that_finished_before_a_failover_count():
 
 
 async def test_stragglers_are_parked_after_a_failover():
-    async with Pair.running() as pair:
-        running = await pair.generate("group", n=3, park_after=2)
-        worker = await lose_a_scheduler_after_the_first_end(pair, running)
+    async with Schedulers.running() as schedulers:
+        running = await schedulers.generate("group", n=3, park_after=2)
+        worker = await lose_a_scheduler_after_the_first_end(schedulers, running)
         worker.release(plans=16)
         await ended(running, 1)
-        await eventually_async(lambda: all(each.parked for requests in pair.requests() for each in requests))
+        await eventually_async(lambda: all(each.parked for requests in schedulers.requests() for each in requests))
         worker.release()
         await ended(running, 2)
         assert running.samples[2].outcome.reason == "length"
@@ -211,19 +211,19 @@ async def test_a_part_that_is_sent_after_enough_samples_have_finished_is_followe
 
 
 async def test_an_abort_of_a_group_leaves_the_answers_of_finished_samples():
-    async with Pair.running() as pair:
-        running, other = await pair.generate("group", n=4), await pair.generate("grouped", n=1)
+    async with Schedulers.running() as schedulers:
+        running, other = await schedulers.generate("group", n=4), await schedulers.generate("grouped", n=1)
         await running.wait_accepted()
-        for worker in pair.workers:
+        for worker in schedulers.workers:
             worker.release(plans=6)
         await ended(running, 0)
-        assert await control.abort(pair.fleet, ["group"]) == 3
+        assert await control.abort(schedulers.fleet, ["group"]) == 3
         await ended(running, 1, 2, 3)
         assert [each.outcome.reason for each in running.samples] == ["stop", "abort", "abort", "abort"]
         for sample in running.samples:
             ids, _ = sample.take()
             assert list(ids) == [200 + index for index in range(len(ids))]
-        for worker in pair.workers:
+        for worker in schedulers.workers:
             worker.release()
         await ended(other, 0)
         assert other.samples[0].outcome.reason == "stop"
@@ -235,21 +235,40 @@ async def test_an_abort_of_a_group_leaves_the_answers_of_finished_samples():
 
 
 async def test_the_samples_of_a_request_are_at_one_scheduler_and_requests_at_both():
-    async with Pair.running() as pair:
-        groups = [await pair.generate(f"group{number}", [20 + number, *PROMPT], n=8) for number in range(8)]
+    async with Schedulers.running() as schedulers:
+        groups = [await schedulers.generate(f"group{number}", [20 + number, *PROMPT], n=8) for number in range(8)]
         for each in groups:
             await each.wait_accepted()
-        assert [len(each) for each in pair.requests()] == [4, 4]
+        assert [len(each) for each in schedulers.requests()] == [4, 4]
+        for each in groups:
+            each.close()
+
+
+async def test_the_samples_of_a_prompt_stay_together_after_a_failover():
+    """The prompt is shorter than the blocks by which the router finds prefixes."""
+    async with Schedulers.running(3) as schedulers:
+        groups = [await schedulers.generate(f"group{number}", [20 + number] * 30, n=8) for number in range(3)]
+        for each in groups:
+            await each.wait_accepted()
+        assert [len(each) for each in schedulers.requests()] == [1, 1, 1]
+        schedulers.workers[0].release(plans=6)
+        [lost] = [each for each in groups if each.request_id == schedulers.requests()[0][0].request_id]
+        async with asyncio.timeout(60):
+            while not all(len(sample.new_ids) for sample in lost.samples):
+                assert await lost.wait_updated()
+        await schedulers.stop(0)
+        await eventually_async(lambda: len(lost.scheduler_requests) == 8 and sum(map(len, schedulers.requests())) == 10)
+        assert sorted(map(len, schedulers.requests())) == [0, 1, 9]
         for each in groups:
             each.close()
 
 
 async def test_requests_of_one_sample_with_one_prompt_stay_together():
     """They share a block of 64 tokens, and are less work than the slack of the router."""
-    async with Pair.running() as pair:
-        groups = [await pair.generate(f"{number}", PROMPT) for number in range(8)]
+    async with Schedulers.running() as schedulers:
+        groups = [await schedulers.generate(f"{number}", PROMPT) for number in range(8)]
         for each in groups:
             await each.wait_accepted()
-        assert sorted(len(each) for each in pair.requests()) == [0, 8]
+        assert sorted(len(each) for each in schedulers.requests()) == [0, 8]
         for each in groups:
             each.close()

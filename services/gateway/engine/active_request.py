@@ -139,6 +139,7 @@ class ActiveRequest:
             self.scheduler_requests.append(SchedulerRequest(submission, self, self.samples[first:]))
         self.request_id = prompts[0].request_id if prompts else ""
         self.prompt_scores: list[list[PromptScores]] = [[] for _ in prompts]  # by prompt, in order of positions
+        self.placed: dict[int, str] = {}  # addresses of the replicas of prompts that failover has sent, by prompt
         self._finished = [0] * len(prompts)  # samples by prompt, without those that were ended early
         self.began_at = time.perf_counter()
         self.first_token_at: float | None = None

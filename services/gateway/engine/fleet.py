@@ -205,9 +205,17 @@ class Fleet:
         self._failover.enqueue(request, self._none_ready())
 
     def _choose(self, request: SchedulerRequest, ready: Sequence[Replica]) -> Replica:
-        return self._router.choose(
-            ready, request.submission.prompt.prompt_ids, request.submission.prompt.settings.cache_salt
-        )
+        """Return the replica for ``request``. Failover sends all samples of a prompt to one replica, if it is ready."""
+        prompt, placed = request.submission.prompt, request.parent.placed
+        prompt_index = request.samples[0].prompt_index
+        if request.attempt and (address := placed.get(prompt_index)) is not None:
+            for replica in ready:
+                if replica.address == address:
+                    return replica
+        chosen = self._router.choose(ready, prompt.prompt_ids, prompt.settings.cache_salt)
+        if request.attempt:
+            placed[prompt_index] = chosen.address
+        return chosen
 
     def _choose_for_retry(self, request: SchedulerRequest, avoid: str | None) -> Replica | None:
         """Return the replica for a queued ``request``, or None if none can take it.
