@@ -15,7 +15,7 @@ def body(**fields):
     return {"model": "tokasaurus-builtin", "prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True, **fields}
 
 
-@pytest.mark.parametrize("clients", [1, 2])
+@pytest.mark.parametrize("clients", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_replies_come_in_the_order_of_the_requests(builtin_server, clients):
     bodies = [body(max_tokens=count) for count in (3, 9, 5)]
     # Long enough that its first and its last text cannot arrive together.

@@ -36,7 +36,7 @@ def test_rows_of_one_token(rules, norm):
 
 
 @each_rule
-@pytest.mark.parametrize("splits", [2, 32])
+@pytest.mark.parametrize("splits", [2, pytest.param(32, marks=pytest.mark.slow)])
 def test_programs_that_share_a_row_count_its_sinks_once(rules, splits):
     Case([260, 65, 3, 100], heads=6, padding=1, **rules).check(splits=splits)
 
@@ -49,14 +49,14 @@ def test_rows_of_a_group_count_their_sinks_once(rules, groups, splits):
 
 
 @each_rule
-@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("page", [pytest.param(1, marks=pytest.mark.slow), 16])
 def test_chunks(rules, page):
     chunks = [(16, 16), (17, 2), (70, 37), (33, 33), (32, 15), (100, 2)]
     Case([], chunks, heads=6, page=page, **rules).check()
 
 
 @each_rule
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_few_rows(rules, splits):
     FewCase([*CONTEXTS, 129], heads=6, padding=1, **rules).check(splits=splits, options=options(16))
 

@@ -18,7 +18,9 @@ CONTEXTS = [1, 16, 17, 33, 70, 130]
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize(
+    "page", [pytest.param(1, marks=pytest.mark.slow), 16, pytest.param(64, marks=pytest.mark.slow)]
+)
 def test_rows_of_one_token_see_their_last_tokens(window, page):
     Case(CONTEXTS, page=page, window=window, padding=1).check()
 
@@ -29,14 +31,14 @@ def test_tiles_are_of_many_pages_or_a_part_of_one(monkeypatch, page):
     Case(CONTEXTS, page=page, window=21, dtype=torch.float16).check()
 
 
-@pytest.mark.parametrize("splits", [2, 32])
+@pytest.mark.parametrize("splits", [2, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("window", [5, 100, 250])
 def test_programs_that_share_a_row_agree_with_one(window, splits):
     Case([260, 65, 3, 100], window=window, padding=1).check(splits=splits)
 
 
 @pytest.mark.parametrize("window", [1, 7, 32, 33, 60])
-@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("page", [pytest.param(1, marks=pytest.mark.slow), 16])
 def test_tokens_of_chunks_see_their_last_tokens(window, page):
     Case([], [(16, 16), (17, 2), (70, 37), (33, 33), (32, 15), (100, 2), (90, 90)], page=page, window=window).check()
 
@@ -64,7 +66,7 @@ def test_scores_far_apart_do_not_overflow():
 
 
 @pytest.mark.parametrize("window", [1, 5, 17, 32, 40, 70])
-@pytest.mark.parametrize("page", [1, 4, 16])
+@pytest.mark.parametrize("page", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(16, marks=pytest.mark.slow)])
 def test_pages_left_behind_are_not_read(window, page):
     chunks = [(17, 2), (70, 37), (33, 33), (130, 15), (100, 2), (90, 90), (161, 1)]
     without_pages_left_behind(Case([1, 33, 70, 130], chunks, page=page, window=window), window).check()

@@ -110,6 +110,7 @@ def test_a_pipeline_stage_is_one_graph_wherever_its_inputs_are(stage, adds_in_pr
     assert compilation.compilations() - before == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.filterwarnings("ignore")
 def test_a_recompilation_is_counted_or_forbidden():

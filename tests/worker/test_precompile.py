@@ -71,6 +71,7 @@ def test_what_the_rehearsal_launches_is_compiled_into_the_cache_without_a_device
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_kernels_of_experts_are_among_them(checkpoint, tmp_path):
     kernels = set(rehearse(job(checkpoint("qwen3_moe")), tmp_path)["kernels"])
     assert {"_route", "_place", "_products", "_sum"} <= kernels
@@ -103,7 +104,7 @@ def test_every_kernel_of_a_start_can_be_compiled(checkpoint, tmp_path, model, fl
     ("flags", "gpu", "absent"),
     [
         ({"tp_size": 2}, GPU, "product"),
-        ({"kv_cache_dtype": "fp8"}, GPU, None),
+        pytest.param({"kv_cache_dtype": "fp8"}, GPU, None, marks=pytest.mark.slow),
         pytest.param({}, GPU._replace(flashinfer=True), None, marks=pytest.mark.slow),
         pytest.param({"use_cudagraphs": False}, GPU, "_append_and_gather_inputs", marks=pytest.mark.slow),
     ],

@@ -115,7 +115,7 @@ def run_history(driver: Driver) -> list:
 
 @needs_triton
 @pytest.mark.usefixtures("triton_ready", "device_without_streams")
-@pytest.mark.parametrize("elements", [1, 16 * 1024 * 1024])
+@pytest.mark.parametrize("elements", [1, pytest.param(16 * 1024 * 1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("graphs", [0, 8])
 def test_the_same_scores_as_on_the_cpu(plain, cuda, graphs, elements, monkeypatch):
     from services.worker.sampling import fused
