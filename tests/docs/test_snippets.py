@@ -9,6 +9,7 @@ deployment, too: ``tests/client/test_engine.py`` starts some of its own.
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import pytest
 from openai import OpenAI, Stream
 
 from bench.server import Server, serve
+from services.common.model.files import BUILTIN
 from tests.docs.pages import Block, blocks, pages
 
 pytestmark = pytest.mark.timeout(300)  # a worker boots
@@ -44,6 +46,7 @@ def recordings(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, recordings) -> Iterator[Server]:
     directories = {"store_dir": tmp_path_factory.mktemp("store"), "record_plans": recordings}
+    directories["weight_directories"] = tmp_path_factory.mktemp("weights")
     with serve(device="cpu", dtype="float32", kv_cache_num_tokens=32 * 1024, **directories) as server:
         yield server
 
@@ -71,6 +74,7 @@ def directory(tmp_path_factory, monkeypatch) -> Path:
     made = tmp_path_factory.getbasetemp() / "pages"
     made.mkdir(exist_ok=True)
     (made / "in.jsonl").write_text(json.dumps(LINE) + "\n")
+    shutil.copy(BUILTIN / "model.safetensors", made)
     monkeypatch.chdir(made)
     return made
 

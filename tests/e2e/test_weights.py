@@ -12,6 +12,7 @@ import pytest
 
 from bench.server import Server, serve
 from tests.checkpoints import make_checkpoint
+from tests.gateway.deployment import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -40,9 +41,19 @@ def update(server: Server, directory: Path, version: str) -> httpx.Response:
     return httpx.post(f"{server.base_url}/update_weights_from_disk", json=body, timeout=TIMEOUT_S)
 
 
+def upload(server: Server, checkpoint: Path, version: str) -> httpx.Response:
+    content = (checkpoint / "model.safetensors").read_bytes()
+    return httpx.put(f"{server.base_url}/weights?weight_version={version}", content=content, timeout=TIMEOUT_S)
+
+
 def checksums(server: Server) -> list[dict]:
     schedulers = httpx.get(f"{server.base_url}/weights?checksums=true", timeout=TIMEOUT_S).json()["schedulers"]
     return [worker["checksums"] for scheduler in schedulers for worker in scheduler["workers"]]
+
+
+def is_complete(server: Server) -> bool:
+    """Whether every scheduler has its workers."""
+    return httpx.get(f"{server.base_url}/weights", timeout=TIMEOUT_S).status_code == 200
 
 
 def workers(server: Server) -> list[int]:
@@ -92,3 +103,27 @@ def test_a_worker_that_is_killed_returns_with_the_committed_weights(checkpoints)
         assert asyncio.run(answers(server, 4)) == before
         assert checksums(server) == sums
         assert workers(server) != [worker]
+
+
+UPLOADED = [{}, {"tp_size": 2}, {"pp_size": 2}, {"dp_size": 2}, {"quantization": "fp8"}]
+
+
+@pytest.mark.parametrize("flags", UPLOADED, ids=["alone", "tp", "pp", "dp", "fp8"])
+def test_after_an_upload_answers_are_those_of_a_fresh_deployment(checkpoints, tmp_path, flags):
+    """The server does not see the directory of the checkpoint. A worker that is killed gets the upload again."""
+    flags = {"device": "cpu", "kv_cache_num_tokens": 16 * 400, "torch_num_threads": 1} | flags
+    with serve(model=checkpoints / "0", weight_directories=tmp_path, **flags) as server:
+        before = asyncio.run(answers(server))
+        for number in (2, 1):
+            told = upload(server, checkpoints / str(number), f"v{number}")
+            assert (told.status_code, told.json()["weight_version"]) == (200, f"v{number}"), told.text
+        after, sums = asyncio.run(answers(server)), checksums(server)
+        httpx.post(f"{server.base_url}/reset_prefix_cache", timeout=TIMEOUT_S)  # the other replica computes prompts too
+        os.kill(workers(server)[0], signal.SIGKILL)
+        assert asyncio.run(answers(server)) == after
+        eventually(lambda: is_complete(server))
+        assert checksums(server) == sums
+        assert len(list(tmp_path.glob("toka-uploads/*/*"))) == flags.get("dp_size", 1)  # ranks share it
+    with serve(model=checkpoints / "1", **flags) as fresh:
+        assert asyncio.run(answers(fresh)) == after != before
+        assert checksums(fresh) == sums
