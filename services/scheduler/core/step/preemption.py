@@ -100,9 +100,10 @@ class Preemption:
         """Preempt parked sequences for waiting samples of any class."""
         slots = self._state.pool.slots
         running = slots.running_slots()
+        parked = running[slots.parked[running]]
         self._lifecycle.stragglers.release_prompts()
-        waiting = [sample for sample in self._state.in_order(MOST_ADMISSIONS) if not sample.request.parked]
-        self._preempt_below(plan, running[slots.parked[running]], waiting)
+        waiting = self._state.in_order(MOST_ADMISSIONS) if len(parked) else []
+        self._preempt_below(plan, parked, [sample for sample in waiting if not sample.request.parked])
 
     def _preempt_for_classes(self, plan: PlannedStep) -> None:
         """Preempt sequences of class ``low`` for waiting samples of higher classes."""
