@@ -34,7 +34,7 @@ class WorkerFlags(Config):
     weight_directories: Strings = Field(
         (),
         description="directories from which the weights may be replaced while the worker runs, and all below them;"
-        " default: none",
+        " uploads are written into the first; default: none",
     )
     quantization: Literal["none", "fp8"] = Field("none", description="fp8: weights and activations, scaled by row")
     kv_cache_num_tokens: Annotated[AutoInt, within(1, 2**40)] = Field(
