@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from services.common.config import ChosenDeploymentConfig, DeploymentConfig
 from services.common.errors import InvalidRequest, Unavailable
 from services.common.host.resources import has_gpus, usable_processors, visible_gpus
 from services.common.model.files import read_card
+from services.common.model.uploads import uploads_of
 from services.common.process.handover import listen
 from services.common.process.log import is_coloured, is_console
 from services.common.process.service import Stop, run_service, run_unless_stopped
@@ -58,6 +60,10 @@ async def serve(given: DeploymentConfig, stop: Stop) -> None:
         for replica in range(config.dp_size):
             _check_port_is_free(config.grpc_port + replica)
         children = plan_children(config, Path(runtime_dir), gpus)
+        for child in children:
+            if child.role == "worker" and config.weight_directories:  # no later worker has its address
+                uploads = uploads_of(config.weight_directories[0], child.address)
+                opened.callback(shutil.rmtree, uploads, ignore_errors=True)
         schedulers = [child.address for child in children if child.role == "scheduler"]
         banner = (
             _banner(card.name, children[-1].address, schedulers, keys=config.api_keys_file is not None)

@@ -124,6 +124,7 @@ def test_after_an_upload_answers_are_those_of_a_fresh_deployment(checkpoints, tm
         eventually(lambda: is_complete(server))
         assert checksums(server) == sums
         assert len(list(tmp_path.glob("toka-uploads/*/*"))) == flags.get("dp_size", 1)  # ranks share it
+    assert list(tmp_path.glob("toka-uploads/*")) == []
     with serve(model=checkpoints / "1", **flags) as fresh:
         assert asyncio.run(answers(fresh)) == after != before
         assert checksums(fresh) == sums

@@ -2,11 +2,8 @@
 
 import contextlib
 import errno
-import hashlib
-import os
 import re
 import shutil
-import socket
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,15 +12,14 @@ import structlog
 
 from services.common.errors import FailedPrecondition, InvalidRequest
 from services.common.model.checkpoint_files import StoredTensor
+from services.common.model.uploads import uploads_folder, uploads_of
 from services.worker.engine.tensor_file import TensorFile
 from tokasaurus.common.v1 import weights_pb2
 
 log = structlog.get_logger(__name__)
 
-FOLDER = "toka-uploads"
 _FILE = "model.safetensors"
 _UPDATE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
-_UNIX = "unix:"
 
 
 class Uploads:
@@ -35,8 +31,7 @@ class Uploads:
 
     def __init__(self, directory: Path, address: str) -> None:
         """Create nothing yet. ``address`` is where the worker listens: the same after a restart."""
-        self._all = directory / FOLDER
-        self._own = self._all / _owner(address)
+        self._all, self._own = uploads_folder(directory), uploads_of(directory, address)
         self._lock = threading.Lock()  # protects the creation and the removal of directories
 
     def prepare(self, update_id: str) -> bool:
@@ -116,13 +111,6 @@ class Uploads:
 def _check_id(update_id: str) -> None:
     if not _UPDATE_ID.fullmatch(update_id):
         raise InvalidRequest("expected 1 to 64 ASCII letters, digits and '-'", field="update_id")
-
-
-def _owner(address: str) -> str:
-    """Return a name for the worker at ``address`` of this host."""
-    if address.startswith(_UNIX):
-        address = _UNIX + os.path.abspath(address.removeprefix(_UNIX))
-    return hashlib.blake2b(f"{socket.gethostname()} {address}".encode(), digest_size=8).hexdigest()
 
 
 def _cannot_write(path: Path, error: OSError) -> str:
