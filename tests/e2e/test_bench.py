@@ -10,8 +10,10 @@ import pytest
 from bench.admission import POLICIES, BenchConfig, share_prompt
 from bench.coverage import coverage
 from bench.problems import read_problems
+from bench.rollout import RolloutConfig, Rollouts, Update, find_wrong, first_tokens
 from bench.traces import mix
 from services.cli.bench.problems import Problem
+from tokasaurus.scheduler.v1 import generate_pb2
 
 PROGRAMS = {
     "serve_cpu": (["sequences=2", "max_tokens=8", "repeats=1"], "ratio_to_transformers"),
@@ -32,6 +34,10 @@ PROGRAMS = {
     ),
     "gateway_capacity": (["requests=2", "samples=16", "sequences=64"], "cpu_s_per_million_tokens"),
     "offline": (["prompts=20", "repeats=1"], "ratio"),
+    "rollout": (
+        ["rounds=2", "prompts=2", "samples=4", "requests_per_prompt=2", "output_tokens=4-16"],
+        "commit_to_first_token_ms",
+    ),
     "model": (["shape=tiny"], "bytes"),
     "worker": (["rows=4", "own=8", "steps=6", "skip=2", "window=3"], "tokens_per_second"),
     "worker_plumbing": (["rows=3", "steps=300", "skip=50", "step_us=100"], "steps_per_s"),
@@ -120,6 +126,35 @@ def test_the_problems_have_answers():
     problems = read_problems()
     assert len(problems) == 100
     assert all(problem.solved_by(f"#### {problem.answer}") for problem in problems)
+
+
+def rollouts(*spans: list[tuple[str, int]]) -> Rollouts:
+    """Samples of three tokens that were sent after the first of two updates, with the given spans of versions."""
+    found = Rollouts(RolloutConfig(), directory="", stub=None, call=None)
+    found.updates = [Update(version, 0, 0, 0, 0) for version in ("old", "new")]
+    for handle, versions in enumerate(spans):
+        weights = [generate_pb2.WeightsSpan(version=version, tokens=tokens) for version, tokens in versions]
+        usage = generate_pb2.Usage(completion_tokens=3)
+        reason = generate_pb2.FINISH_REASON_LENGTH
+        found.finishes[handle] = generate_pb2.Finish(reason=reason, usage=usage, weights=weights)
+        found.newest.append(1)
+    return found
+
+
+def test_rollouts_are_right_if_committed_weights_generated_all_tokens_in_order():
+    assert find_wrong(rollouts([("old", 3)], [("new", 3)], [("old", 1), ("new", 2)])) == []
+    for spans in ([("other", 3)], [("old", 2)], [("new", 1), ("old", 2)], [("", 1), ("old", 2)], []):
+        assert len(find_wrong(rollouts([("old", 3)], spans))) == 1
+    late = rollouts([("old", 3)])
+    late.newest = [2]  # sent after both updates
+    assert len(find_wrong(late)) == 1
+
+
+def test_the_first_token_of_new_weights_is_found_in_any_sample():
+    found = rollouts([("old", 3)], [("old", 2), ("new", 1)])
+    both, second = np.array([0, 1]), np.array([1])
+    found.outputs = [(1.0, both, np.array([1, 1])), (2.0, both, np.array([2, 1])), (3.0, second, np.array([1]))]
+    assert first_tokens(found) == {"old": 1.0, "new": 3.0}
 
 
 def test_a_forecast_finishes_a_trace_in_fewer_steps_than_static_reservation():
