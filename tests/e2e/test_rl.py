@@ -1,5 +1,6 @@
 """The trainers of ``examples/rl`` run for two steps, and fail if other weights answered."""
 
+import json
 import os
 import subprocess
 import sys
@@ -23,6 +24,16 @@ def run(*arguments: object) -> subprocess.CompletedProcess:
 
 def steps(lines: Sequence[str]) -> list[str]:
     return [line for line in lines if line.startswith("step ")]
+
+
+def test_grpo_with_trl_trains_on_answers_of_the_weights_of_each_step(tmp_path):
+    pytest.importorskip("trl", reason="needs examples/rl/requirements.txt")
+    small = ["steps=2", "prompts=2", "samples=4", "max_tokens=48"]
+    done = run("-m", "examples.rl.train", *small, f"plot={tmp_path / 'reward.png'}")
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    assert len(steps(lines)) == len(json.loads(last)["rewards"]) == 2
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_trainer_over_grpc_commits_weights_and_samples_from_them(tmp_path):
