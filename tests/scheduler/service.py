@@ -219,7 +219,7 @@ async def with_scheduler(addresses: Sequence[str], workers: Sequence[FakeWorker]
 async def nothing_left(service: Service) -> None:
     """Pages, slots and queue are empty once every stream is closed."""
     load = await service.load()
-    while load.running_sequences or load.waiting_sequences:
+    while load.running_sequences or load.waiting_sequences or load.parked_sequences:
         await asyncio.sleep(0)
         load = await service.load()
     assert load.in_use_pages == 0
