@@ -105,7 +105,7 @@ WRONG = [
     (
         {"stragglers": g.Stragglers(park_after=2, end_after=2), "n": 4},
         "stragglers.park_after",
-        "end_after 2: expected fewer",
+        "park_after is 2: expected less than end_after=2",
     ),
     ({"priority": 9}, "priority", "9"),
     ({"admission": 3}, "admission", "3 is not an AdmissionMode"),

@@ -117,10 +117,11 @@ class GenerationBody(GrammarBody, SamplingBody):
 
     n: Annotated[int, Field(ge=1)] | None = optional("Number of samples per prompt. The prompt is computed once.")
     end_stragglers_after: Annotated[int, Field(ge=1)] | None = optional(
-        "Number of a prompt's samples, at most n, after whose end the others end with finish_reason abort."
+        "When this number of a prompt's samples, at most n, has finished, the others end with finish_reason abort."
     )
     park_stragglers_after: Annotated[int, Field(ge=1)] | None = optional(
-        "Number of a prompt's samples, at most n, after whose end the others continue only in idle slots."
+        "When this number of a prompt's samples, at most n, has finished, the others continue only in slots and pages"
+        " that no other request needs."
     )
     stream_options: StreamOptions | None = optional("Only allowed with stream.")
     max_tokens: Annotated[int, Field(ge=1)] | None = optional(
@@ -189,15 +190,15 @@ class GenerationBody(GrammarBody, SamplingBody):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @model_validator(mode="after")
-    def _stragglers_are_some_samples(self) -> "GenerationBody":
+    def _numbers_of_stragglers_are_possible(self) -> "GenerationBody":
         end, park = self.end_stragglers_after, self.park_stragglers_after
         for name, after in (("end_stragglers_after", end), ("park_stragglers_after", park)):
             if (after or 0) > self.samples:
                 raise ValueError(f"{name}: expected at most n={self.samples}, the number of samples of a prompt")
         if end is not None and park is not None and park >= end:
             raise ValueError(
-                f"park_stragglers_after: expected less than end_stragglers_after={end}, as samples that ended cannot be"
-                " parked; leave one of them out"
+                f"park_stragglers_after: expected less than end_stragglers_after={end}, because samples that have ended"
+                " cannot be parked; lower it, or leave one of them out"
             )
         return self
 

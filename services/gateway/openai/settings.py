@@ -90,7 +90,9 @@ def _check_stragglers(body: GenerationBody, facts: ModelFacts) -> None:
     for name in ("end_stragglers_after", "park_stragglers_after"):
         if getattr(body, name) is not None and not facts.stragglers:
             raise UnsupportedParameter.at(
-                name, "the scheduler that serves this model cannot end or park samples of a group; leave it out"
+                name,
+                "the scheduler of this model cannot end or park samples of a group; upgrade it to contract 1.13, or"
+                " leave this out",
             )
 
 

@@ -22,8 +22,17 @@ _MODES: tuple[control.PauseMode, ...] = get_args(control.PauseMode)
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _CHECKSUMS = {"name": "checksums", "in": "query", "schema": {"type": "boolean", "default": False}}
 _UPLOAD = parameters(
-    {"name": "weight_version", "in": "query", "required": True, "schema": {"type": "string", "maxLength": 256}},
-    {"name": "abort_all_requests", "in": "query", "schema": {"type": "boolean", "default": False}},
+    {
+        "name": "weight_version",
+        "in": "query",
+        "required": True,
+        "schema": {"type": "string", "maxLength": 256, "description": "Name of the new weights."},
+    },
+    {
+        "name": "abort_all_requests",
+        "in": "query",
+        "schema": {"type": "boolean", "default": False, "description": "End running requests with their tokens."},
+    },
 ) | takes({"type": "string", "format": "binary"}, "application/octet-stream")
 _PAUSE_QUERY = parameters(
     {"name": "mode", "in": "query", "schema": {"type": "string", "enum": [*_MODES], "default": "abort"}},
@@ -184,8 +193,8 @@ async def update_weights_from_disk(request: Request) -> Response:
 async def put_weights(request: Request) -> Response:
     """Replace the weights of all workers by the safetensors file in the body, as ``/update_weights_from_disk`` does.
 
-    The body is passed on while it arrives, so it may be larger than ``max_body_bytes``. If the client disconnects
-    before its end, nothing changes. Afterwards, the update continues.
+    The body is forwarded while it arrives, so it may be larger than ``max_body_bytes``. If the client disconnects
+    before the end of the body, nothing changes. If it disconnects later, the update continues.
     """
     version = request.query_params.get("weight_version", "")
     mode: control.PauseMode = "abort" if _read_flag(request, "abort_all_requests", default=False) else "keep"
@@ -195,7 +204,7 @@ async def put_weights(request: Request) -> Response:
     try:
         version = await control.upload_weights(_gateway(request).fleet, body.messages(version), mode)
     except TokaError:
-        if body.began or "expect" not in request.headers:  # else the client sends its body after "100 Continue"
+        if body.began or "expect" not in request.headers:  # a client that expects 100 Continue has sent nothing
             await body.discard()
         raise
     return response(200, _updated(version))

@@ -235,7 +235,7 @@ def _min_tokens(stopping: generate_pb2.Stopping) -> int:
 
 
 def _stragglers(stragglers: generate_pb2.Stragglers, n: int) -> tuple[int | None, int | None]:
-    """Return the numbers of finished samples after which the others end, and after which they are parked."""
+    """Return ``end_after`` and ``park_after`` in samples, None if not set. Raises ``InvalidRequest``."""
     given: dict[str, int | None] = dict.fromkeys(("end_after", "park_after"))
     for name in given:
         if stragglers.HasField(name):
@@ -247,8 +247,8 @@ def _stragglers(stragglers: generate_pb2.Stragglers, n: int) -> tuple[int | None
     end_after, park_after = given.values()
     if end_after is not None and park_after is not None and park_after >= end_after:
         raise InvalidRequest(
-            f"park_after is {park_after} and end_after {end_after}: expected fewer, as samples that ended cannot be"
-            " parked; leave park_after out, or lower it",
+            f"park_after is {park_after}: expected less than end_after={end_after}, because samples that have ended"
+            " cannot be parked; lower park_after, or leave it out",
             field="stragglers.park_after",
         )
     return end_after, park_after
