@@ -47,6 +47,7 @@ ROOMS = (
     "services/gateway/openai/grammar",
     "services/gateway/openai/output/*.py",
     "services/gateway/openai/responses",
+    "services/gateway/rollout",
     "services/gateway/store",
     "services/launcher",
     "services/scheduler",

@@ -1,4 +1,4 @@
-"""Groups at several schedulers: samples stay together, and stragglers end or are parked after a failover."""
+"""Groups at several schedulers: samples stay together, and stragglers end or are parked after a failover too."""
 
 import asyncio
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ MOST = 400
 
 
 def token(tokens: Sequence[int], sample_index: int) -> int:
-    """An answer of sample 0 or 1 ends at its length."""
+    """Return the next token. Samples 0 and 1 end when they have their lengths."""
     generated = len(tokens) - len(PROMPT)
     return 0 if sample_index < len(LENGTHS) and generated == LENGTHS[sample_index] - 1 else 200 + generated
 
@@ -84,7 +84,7 @@ class Schedulers:
             await server.stop()
 
     def requests(self) -> list[list[Request]]:
-        """The unfinished requests of each scheduler."""
+        """Return the unfinished requests of each scheduler."""
         return [[] if server is None else server.engine.ask(_requests).result(60) for server in self.servers]
 
 
@@ -103,7 +103,7 @@ async def ended(running: ActiveRequest, *numbers: int) -> None:
 
 
 async def lose_a_scheduler_after_the_first_end(schedulers: Schedulers, running: ActiveRequest) -> FakeWorker:
-    """Return the worker that goes on, held, once all other samples are with it."""
+    """Stop the scheduler of ``running``. Return the other one's held worker when it has all unfinished samples."""
     await running.wait_accepted()
     first = next(index for index, requests in enumerate(schedulers.requests()) if requests)
     schedulers.workers[first].release(plans=6)
@@ -159,7 +159,7 @@ class Holder:
         self.actions.append((request.submission.request_id, action))
 
 
-def test_a_scheduler_counts_a_whole_group_by_itself_and_the_gateway_one_that_was_split():
+def test_a_scheduler_counts_a_whole_group_and_the_gateway_counts_a_split_group():
     running = group(4, end_after=3, park_after=1)
     [whole] = running.scheduler_requests
     sent = encode_submit(whole.submission).submit.request
@@ -167,7 +167,7 @@ def test_a_scheduler_counts_a_whole_group_by_itself_and_the_gateway_one_that_was
     [*parts] = running.replace_lost({each: np.arange(1, dtype=np.uint32) for each in running.samples})
     for part in parts:
         assert not encode_submit(part.submission).submit.request.HasField("stragglers")
-        assert part.action is None
+        assert part.due_action is None
 
 
 def test_every_scheduler_of_a_split_group_is_asked_once_for_each_action():

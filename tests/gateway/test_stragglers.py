@@ -12,7 +12,7 @@ BODY = {"prompt": "Hi", "n": 6, "max_tokens": 20, "ignore_eos": True, "temperatu
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory):
-    """Two samples run at a time, and those of a prompt in the order of their numbers."""
+    """A deployment that runs two samples at a time, those of a prompt in the order of their indexes."""
     deployment = Deployment(tmp_path_factory.mktemp("narrow"), worker={"max_slots": 2})
     yield deployment.wait_ready()
     deployment.stop()

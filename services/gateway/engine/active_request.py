@@ -114,10 +114,10 @@ class SchedulerRequest:
     sent: Sequence[ActiveSample] = ()  # set by a session: its sample i is ``sent[i]``
 
     @property
-    def action(self) -> SampleAction | None:
-        """The action that is due for its samples because enough samples of the prompt have finished, or None.
+    def due_action(self) -> SampleAction | None:
+        """The action that its session must send because enough samples of the prompt have finished, or None.
 
-        A scheduler takes it by itself for a request with all samples of the prompt.
+        None for a request with all samples of the prompt: its scheduler counts them and acts.
         """
         return self.parent.straggler_action(self.samples[0].prompt_index) if self.submission.resumes else None
 
@@ -139,8 +139,8 @@ class ActiveRequest:
             self.scheduler_requests.append(SchedulerRequest(submission, self, self.samples[first:]))
         self.request_id = prompts[0].request_id if prompts else ""
         self.prompt_scores: list[list[PromptScores]] = [[] for _ in prompts]  # by prompt, in order of positions
-        self.placed: dict[int, str] = {}  # addresses of the replicas of prompts that failover has sent, by prompt
-        self._finished = [0] * len(prompts)  # samples by prompt, without those that were ended early
+        self.failover_replicas: dict[int, str] = {}  # addresses that failover chose, by prompt
+        self._finished = [0] * len(prompts)  # finished samples by prompt, without samples that were ended early
         self.began_at = time.perf_counter()
         self.first_token_at: float | None = None
         self._streaming = streaming
@@ -148,7 +148,7 @@ class ActiveRequest:
         self._first_scored = max(1, self.settings.prompt_logprobs_start)
         self.logprobs = any(prompt.settings.logprobs for prompt in prompts)
         self.per_token = streaming or self.logprobs  # the session calls ``add_tokens``; else tokens come with endings
-        self._is_split = False  # failover has sent some samples of a prompt apart from others
+        self._is_split = False  # failover has divided the samples of a prompt among several requests
         self._unaccepted = len(self.scheduler_requests)
         self._unfinished = len(self.samples)
         self._updated: list[ActiveSample] = []
@@ -218,7 +218,7 @@ class ActiveRequest:
             self._wake()
 
     def _count_finished(self, prompt_index: int) -> None:
-        """Count a finished sample. End or park the others when it is due, at all schedulers that have some."""
+        """Count a finished sample. If enough have finished, end or park the others at all their schedulers."""
         self._finished[prompt_index] += 1
         if self._finished[prompt_index] not in (self.settings.end_after, self.settings.park_after):
             return
@@ -228,7 +228,7 @@ class ActiveRequest:
                 request.holder.act_on(request, action)
 
     def straggler_action(self, prompt_index: int) -> SampleAction | None:
-        """Return the action that is due for the unfinished samples of a prompt, or None."""
+        """Return the action that the settings ask for, for the unfinished samples of a prompt, or None."""
         finished, settings = self._finished[prompt_index], self.settings
         if settings.end_after is not None and finished >= settings.end_after:
             return "end"

@@ -17,7 +17,7 @@ from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 CONTRACT_MAJOR, RESUME_MINOR, SUBMITS_MINOR, STRAGGLERS_MINOR = "1", 5, 11, 13
 MESSAGES_LOST = "MESSAGES_LOST"  # error reason: messages of the session are missing
 
-SampleAction = Literal["cancel", "end", "park"]  # on running samples
+SampleAction = Literal["cancel", "end", "park"]  # what a message of a session does to running samples
 FinishReason = Literal["stop", "length", "abort", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
@@ -174,7 +174,7 @@ def encode_submit(submission: Submission) -> session_pb2.SessionRequest:
         request.deadline_in_ms = max(0, settings.deadline_ms - int(time.monotonic() * 1000))
         # For schedulers that do not support deadline_in_ms.
         request.deadline_unix_ms = int(time.time() * 1000) + request.deadline_in_ms
-    if submission.resumes:  # finished samples of an earlier submission count, so the gateway ends and parks the others
+    if submission.resumes:  # the gateway counts the finished samples, because other schedulers have had some
         request.resume.generated_tokens, request.resume.sample_index = len(submission.generated_ids), submission.first
     else:
         if settings.end_after is not None:

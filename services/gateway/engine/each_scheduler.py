@@ -50,10 +50,11 @@ async def call_all(
 async def stream_to_each(
     fleet: Fleet, method: Method[R], messages: AsyncIterator[Any], *, since: str
 ) -> Sequence[R | TokaError]:
-    """Send ``messages`` to every scheduler. Return the response or the error of each.
+    """Send ``messages`` to every scheduler. Return the response or the error of each scheduler, in their order.
 
-    ``method`` returns a method with streamed requests. The next message is read when every scheduler has taken the one
-    before. Raises the error of a scheduler that fails before it has all messages; then all calls are cancelled.
+    ``method`` returns the method of a stub that takes a stream of requests. The next message is read when every
+    scheduler has taken the previous one. If a scheduler fails before it has all messages, its error is raised and all
+    calls are cancelled.
     """
     calls: dict[str, Any] = {}
     for replica in fleet.replicas:

@@ -132,7 +132,7 @@ class Failover:
         self._queue.clear()
 
     def act_on(self, request: SchedulerRequest, action: SampleAction) -> None:
-        """Remove a cancelled ``request`` from the queue. A session takes other actions when it sends the request."""
+        """Remove ``request`` from the queue if it is cancelled. A session sends other actions after the request."""
         if action == "cancel":
             self._queue.pop(request, None)
 

@@ -205,8 +205,8 @@ class Fleet:
         self._failover.enqueue(request, self._none_ready())
 
     def _choose(self, request: SchedulerRequest, ready: Sequence[Replica]) -> Replica:
-        """Return the replica for ``request``. Failover sends all samples of a prompt to one replica, if it is ready."""
-        prompt, placed = request.submission.prompt, request.parent.placed
+        """Return the replica for ``request``. Failover keeps the samples of a prompt at one replica if it is ready."""
+        prompt, placed = request.submission.prompt, request.parent.failover_replicas
         prompt_index = request.samples[0].prompt_index
         if request.attempt and (address := placed.get(prompt_index)) is not None:
             for replica in ready:

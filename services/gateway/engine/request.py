@@ -53,8 +53,8 @@ class Settings:
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    end_after: int | None = None  # number of finished samples of a prompt after which the others end; None: never
-    park_after: int | None = None  # number of finished samples of a prompt after which the others are parked
+    end_after: int | None = None  # finished samples of a prompt after which the others end; None: never
+    park_after: int | None = None  # finished samples of a prompt after which the others are parked; None: never
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: int | None = None  # score the prompt, with this number of top tokens per position

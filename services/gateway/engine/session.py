@@ -79,7 +79,7 @@ class Session:
         self._timings = timings
         self._takes_submits = takes_submits
         self._outbox: deque[session_pb2.SessionRequest] = deque()
-        # Handles to send by action, in order, until they are sent or their samples have ended.
+        # Handles by action, in order, until they are sent or their samples have ended.
         self._actions: dict[codec.SampleAction, dict[int, None]] = {"cancel": {}, "end": {}, "park": {}}
         self._has_mail, self._has_room = asyncio.Event(), asyncio.Event()
         self._ended = False
@@ -108,7 +108,7 @@ class Session:
         self.unreported_tokens += request.submission.most_tokens
         self._outbox.append(message)
         self._has_mail.set()
-        if (action := request.action) is not None:
+        if (action := request.due_action) is not None:
             self.act_on(request, action)
 
     async def room(self) -> None:
@@ -332,7 +332,7 @@ class Session:
     def _end(self, handle: int) -> tuple[ActiveSample | None, np.ndarray]:
         """Free a handle. Return its sample, or None if that was cancelled, and the tokens stored for it."""
         for waiting in self._actions.values():
-            waiting.pop(handle, None)  # a late cancel would end the handle's next sample
+            waiting.pop(handle, None)  # sent later, it would act on the handle's next sample
         return self._samples.pop(handle, None), self._slots.give(handle)
 
     def _note_times(self, handles: np.ndarray, counts: np.ndarray | None) -> None:

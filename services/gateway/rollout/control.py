@@ -18,7 +18,7 @@ _MODES: dict[PauseMode, control_pb2.PauseMode] = {
     "abort": control_pb2.PAUSE_MODE_ABORT,
 }
 _SINCE, _UPLOADS_SINCE = "1.12", "1.13"  # versions of the contract
-_UPDATE_NS = 30 * 10**9  # after which generation continues if the gateway dies while it updates weights
+_MOST_PAUSE_NS = 30 * 10**9  # limit of the pause of an update, in case this gateway is lost during the update
 
 
 async def pause(fleet: Fleet, mode: PauseMode, *, recompute: bool = False) -> int:
@@ -71,9 +71,9 @@ async def update_weights(fleet: Fleet, directory: str, version: str | None, mode
 async def upload_weights(
     fleet: Fleet, messages: AsyncIterator[control_pb2.UploadWeightsRequest], mode: PauseMode
 ) -> str:
-    """Replace the weights of all schedulers' workers by those in ``messages``. Return their version.
+    """Replace the weights of all schedulers' workers by the upload ``messages``. Return their version.
 
-    Otherwise as ``update_weights``.
+    It pauses, commits and raises in the same way as ``update_weights``.
     """
     staged = await stream_to_each(fleet, lambda stub: stub.UploadWeights, messages, since=_UPLOADS_SINCE)
     return await _commit_staged(fleet, staged, mode)
@@ -98,7 +98,7 @@ async def read_weights(fleet: Fleet, *, checksums: bool) -> list[dict[str, Any]]
 
 
 async def _pause(fleet: Fleet, mode: PauseMode, **fields: Any) -> list[control_pb2.PauseResponse]:
-    """Pause all schedulers. ``fields``: those of the request beside its mode."""
+    """Pause all schedulers. ``fields`` are the other fields of ``PauseRequest``."""
     request = control_pb2.PauseRequest(mode=_MODES[mode], **fields)
     return await call_all(fleet, lambda stub: stub.Pause, request, since=_SINCE, timeout_s=None)
 
@@ -106,7 +106,7 @@ async def _pause(fleet: Fleet, mode: PauseMode, **fields: Any) -> list[control_p
 async def _commit_staged(
     fleet: Fleet, staged: Sequence[control_pb2.StageWeightsResponse | TokaError], mode: PauseMode
 ) -> str:
-    """Commit an update that every scheduler has staged, or discard it and raise the error of one that has not."""
+    """Commit the update if every scheduler has staged it. Otherwise discard it, and raise the first error."""
     errors = [each for each in staged if isinstance(each, TokaError)]
     ids = [each.update_id for each in staged if not isinstance(each, TokaError)]
     if errors:
@@ -125,7 +125,7 @@ async def _commit(fleet: Fleet, ids: Sequence[str], mode: PauseMode) -> str:
             if was_paused and mode == "abort":
                 await abort(fleet, [])
             if not was_paused:
-                paused = await _pause(fleet, mode, limit_ns=_UPDATE_NS)
+                paused = await _pause(fleet, mode, limit_ns=_MOST_PAUSE_NS)
                 # Only the pauses of this update end with it.
                 resuming = [control_pb2.ResumeRequest(pause=each.pause) for each in paused]
             committing = [control_pb2.CommitWeightsRequest(update_id=each) for each in ids]

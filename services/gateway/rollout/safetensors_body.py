@@ -11,19 +11,19 @@ from tokasaurus.scheduler.v1 import control_pb2
 CHUNK_BYTES = 1024 * 1024
 _MOST_HEADER_BYTES = 8 * 1024 * 1024
 _LENGTH_BYTES = 8
-_MOST_CHARACTERS = 200  # of a parser's error
+_MOST_CHARACTERS = 200  # in a message with an error of the parser
 
 
 class SafetensorsBody:
-    """The body of one request. At most a chunk, and a part of the body, is in memory."""
+    """The body of one request. At most one chunk and one received part of the body are in memory."""
 
     def __init__(self, parts: AsyncIterator[bytes]) -> None:
         self._parts = parts
         self._buffer = bytearray()
-        self.began = False  # a part was read
+        self.began = False  # true when a part was asked for
 
     async def messages(self, version: str) -> AsyncIterator[control_pb2.UploadWeightsRequest]:
-        """Yield the messages of UploadWeights for weights of the name ``version``. Raises ``InvalidRequest``."""
+        """Yield the messages of UploadWeights for the weights ``version``. Raises ``InvalidRequest``."""
         tensors = await self._read_header()
         header = control_pb2.UploadHeader(version=version)
         for name, stored in tensors.items():
@@ -44,22 +44,22 @@ class SafetensorsBody:
             raise InvalidRequest("the body has bytes after the last tensor of its header; send one safetensors file")
 
     async def discard(self) -> None:
-        """Read the rest of the body. Most clients read a response only after they have sent everything."""
+        """Read the rest of the body, because most clients read a response only after they have sent all of it."""
         async for _ in self._parts:
             pass
 
     async def _read_header(self) -> dict[str, StoredTensor]:
         length = int.from_bytes(first := await self._take(_LENGTH_BYTES), "little")
         if len(first) < _LENGTH_BYTES or length > _MOST_HEADER_BYTES:
-            raise _no_file(f"it has no header of at most {_MOST_HEADER_BYTES} bytes")
+            raise _not_safetensors(f"it has no header of at most {_MOST_HEADER_BYTES} bytes")
         if len(header := await self._take(length)) < length:
-            raise _no_file(f"it ends after {len(header)} of the {length} bytes of its header")
+            raise _not_safetensors(f"it ends after {len(header)} of the {length} bytes of its header")
         try:
             tensors, _ = await asyncio.to_thread(parse_header, header)
         except InvalidRequest as error:
-            raise _no_file(error.message) from error
+            raise _not_safetensors(error.message) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _no_file(f"its header is malformed: {error}"[:_MOST_CHARACTERS]) from error
+            raise _not_safetensors(f"its header is malformed: {error}"[:_MOST_CHARACTERS]) from error
         return tensors
 
     async def _take(self, size: int) -> bytes:
@@ -72,5 +72,5 @@ class SafetensorsBody:
         return taken
 
 
-def _no_file(reason: str) -> InvalidRequest:
+def _not_safetensors(reason: str) -> InvalidRequest:
     return InvalidRequest(f"the body is not a safetensors file: {reason}")

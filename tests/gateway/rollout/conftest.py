@@ -44,7 +44,7 @@ def running(deployment) -> float:
 
 
 def streamed(deployment, path: str, body: dict, then: Callable[[str], object] | None = None) -> list[dict]:
-    """The events of a stream. ``then`` is called with the request's id after the first event with content."""
+    """Return the events of a stream. Call ``then`` with the request's id after the first event with content."""
     events = []
     with httpx.stream("POST", deployment.url + path, json=body | {"stream": True}, timeout=PATIENCE_S) as answer:
         for line in answer.iter_lines():
@@ -58,11 +58,11 @@ def streamed(deployment, path: str, body: dict, then: Callable[[str], object] | 
 
 
 def texts(events: list[dict]) -> list[str]:
-    """The texts of the choices of a stream."""
+    """Return the texts of the choices of a stream, by index."""
     parts = [(choice["index"], choice["text"]) for event in events for choice in event["choices"]]
     return ["".join(text for at, text in parts if at == index) for index in range(1 + max(parts)[0])]
 
 
 def reasons(events: list[dict]) -> list[str]:
-    """The reasons for which the choices of a stream ended."""
+    """Return the finish reasons of the choices of a stream, in the order of their ends."""
     return [choice["finish_reason"] for event in events for choice in event["choices"] if choice["finish_reason"]]
