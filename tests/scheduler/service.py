@@ -50,7 +50,7 @@ class Service:
             return load
 
     async def begin(self, client: "Client", **fields) -> None:
-        """Submit a request as handle 0, and read its first tokens. Workers answer five plans, and then nothing."""
+        """Submit a request as handle 0, and read its first tokens. Workers answer five plans and are held then."""
         for worker in self.workers:
             worker.hold()
             worker.release(5)
@@ -62,7 +62,7 @@ class Service:
             worker.release()
 
     async def pausing(self, call: Awaitable[T]) -> T:
-        """``call``'s result. Workers that are held answer when ``call`` has requested a pause, and not earlier."""
+        """Return the result of ``call``. Release held workers when ``call`` has requested a pause, not earlier."""
         calling = asyncio.ensure_future(call)
         await self.until_load(lambda load: load.paused)
         self.release()

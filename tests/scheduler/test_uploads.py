@@ -1,4 +1,4 @@
-"""UploadWeights: weights that trainers send, at one fake worker and at several ranks."""
+"""UploadWeights, with one fake worker and with several ranks."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -33,7 +33,7 @@ def chunk(offset: int, data: bytes) -> c.UploadWeightsRequest:
 
 
 def messages(number: int, version: str | None = None) -> Iterator[c.UploadWeightsRequest]:
-    """An upload of the weights ``number``, of which the fake worker reads the first byte."""
+    """Yield an upload that fake workers read as the weights ``number``: its first byte."""
     yield header(version or f"v{number}")
     content = bytes([number]) + b"x" * (4 * SIZE - 1)
     for offset in reversed(range(0, 4 * SIZE, 16)):
@@ -151,7 +151,7 @@ async def test_an_upload_that_is_discarded_or_replaced_is_removed():
 
 
 class Gate:
-    """A worker that stops at the first chunk of an upload until ``opened`` is set."""
+    """Holds a worker at the first chunk of an upload until ``opened`` is set."""
 
     def __init__(self, worker: FakeWorker) -> None:
         self.reached, self.opened = asyncio.Event(), asyncio.Event()
@@ -208,7 +208,7 @@ async def test_a_worker_that_is_lost_during_an_upload_ends_the_call():
 
 
 async def test_a_trainer_is_slowed_down_to_the_speed_of_the_worker():
-    """The scheduler does not hold an update in memory while a worker does not read it."""
+    """The scheduler does not collect an update in memory while a worker does not read it."""
     async with start(SHAPE) as service:
         gate, sent = Gate(service.worker), []
         mib, count = 1024 * 1024, 256
@@ -314,11 +314,11 @@ async def test_a_new_scheduler_removes_uploads_that_were_not_committed():
 
 
 class Recorded:
-    """The hub, the link and the workers of ``WeightUpdates``. Commits fail, and discards are written down."""
+    """Stands for the hub, the link and the workers of ``WeightUpdates``. Commits fail, and discards are recorded."""
 
     def __init__(self, *, is_paused: bool) -> None:
         self.is_paused = is_paused
-        self.discarded: list[bool] = []  # whether the upload was to be removed
+        self.discarded: list[bool] = []  # ``remove_upload`` of each discard
         self.engine = self.stream = self.weights = self
         self.committed = Weights()
 
@@ -358,7 +358,7 @@ def done(result) -> Future:
 
 @pytest.mark.parametrize("sent", [False, True])
 async def test_files_are_not_removed_after_a_commit_was_sent(sent):
-    """A rank may have committed them, although the call failed, and the others need them to get the same weights."""
+    """A rank may have committed although the call failed. Then the other ranks need the files."""
     recorded = Recorded(is_paused=sent)
     updates = WeightUpdates(recorded, recorded, recorded)
 

@@ -42,7 +42,7 @@ class PendingGrammars:
         self._sink = sink
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting: dict[int, Request] = {}  # by the handle of each sample
-        # Handles of samples of the requests that wait here, by the handle of the request and the action on them.
+        # Actions on samples whose requests wait here: handles by the handle of the request and the action.
         self._deferred: defaultdict[int, dict[Action, set[int]]] = defaultdict(dict)
 
     def check_handles(self, request: Request) -> None:
@@ -67,7 +67,7 @@ class PendingGrammars:
         task.add_done_callback(self._tasks.discard)
 
     def act_on(self, handles: Sequence[int], action: Action) -> None:
-        """Run ``action`` for samples: at once for those of submitted requests, else when theirs has been submitted."""
+        """Run ``action`` for samples: now, or, for samples whose request waits here, when it has been submitted."""
         submitted = [handle for handle in handles if handle not in self._waiting]
         for handle in handles:
             if (request := self._waiting.get(handle)) is not None:

@@ -166,14 +166,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return control_pb2.ResumeResponse()
 
     async def _limit(self, pausing: asyncio.Future[pauses.Pause], seconds: float) -> None:
-        """End a pause, unless it was resumed or replaced, when it has lasted ``seconds``."""
-        with suppress(FailedPrecondition):  # it was resumed before it had begun
+        """End a pause when it has lasted ``seconds``, unless it was resumed or replaced before."""
+        with suppress(FailedPrecondition):  # the pause was resumed before it had begun
             pause = await asyncio.shield(pausing)
             await asyncio.sleep(seconds)
             await self._resume(pause.number)
 
     async def _resume(self, number: int | None) -> bool:
-        """Resume unless a later pause than that of ``number`` was requested. Return whether it was not."""
+        """Resume, and return True. With ``number``, only if the pause of this number is the last."""
         async with self._updates.committing:
             return await asyncio.wrap_future(self._hub.engine.resume(number))
 

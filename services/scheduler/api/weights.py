@@ -30,7 +30,7 @@ class _Staged:
 
     update: Update
     stream: WorkerStream
-    commit_sent: bool = False  # from then on, workers may need its files
+    commit_sent: bool = False  # if true, a worker may have committed it, and others may need its files
 
 
 class WeightUpdates:
@@ -127,12 +127,15 @@ class WeightUpdates:
     async def _stage_to_the_end(
         self, update: Update, stream: WorkerStream | None = None
     ) -> control_pb2.StageWeightsResponse:
-        """Stage ``update``, also if the caller is cancelled meanwhile. Its files are at the workers of ``stream``."""
+        """Stage ``update``, even if the caller is cancelled meanwhile.
+
+        ``stream``: the workers that received its upload, or None for an update from a directory.
+        """
         size = await asyncio.shield(asyncio.create_task(self._stage(update, stream)))
         return control_pb2.StageWeightsResponse(update_id=update.update_id, bytes=size)
 
     async def _stage(self, update: Update, uploaded_to: WorkerStream | None) -> int:
-        """Stage ``update`` in place of the update that is staged. Return its bytes."""
+        """Stage ``update``, and forget the update that was staged before. Return its size in bytes."""
         async with self._changing:
             replaced, self._staged, stream = self._staged, None, self._connected()
             if replaced is not None and replaced.update.uploaded:
@@ -145,7 +148,7 @@ class WeightUpdates:
         return size
 
     async def _forget_later(self, update: Update) -> None:
-        """Forget ``update`` when no other call changes weights. Its caller has left, or it failed."""
+        """Forget an update that failed or whose caller has left, when no other call changes weights."""
         task = asyncio.create_task(self._forget_next(update))  # it takes the lock after the task that stages it
         self._discarding.add(task)
         task.add_done_callback(self._discarding.discard)

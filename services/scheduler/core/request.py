@@ -85,7 +85,7 @@ class Request:
     samples: list["Sample"] = field(default_factory=list)
     unfinished: int = 0  # samples without a Finish
     completed: int = 0  # samples that ended with STOP or LENGTH
-    parked: bool = False  # its samples run only in slots and pages that no other sample needs
+    parked: bool = False  # its samples give up slots and pages to all samples that are not parked
     waiting: int = 0  # samples in the queue
     share: "PromptShare | None" = None
 
@@ -96,7 +96,7 @@ class Request:
 
     @property
     def in_tail(self) -> bool:
-        """True if at most a tenth of several samples, or one, has not ended."""
+        """True if there are several samples, of which at most a tenth, or one sample, has not ended."""
         return self.n > 1 and self.unfinished <= max(1, self.n // 10)
 
     @cached_property
@@ -175,8 +175,8 @@ class Sample:
     def guaranteed(self) -> bool:
         """True if it is never preempted. After two preemptions this holds for every sample, so that all complete.
 
-        A parked sample is never guaranteed. Of several parked samples, the one with the most work is preempted last, so
-        that they complete too.
+        A parked sample is never guaranteed. The parked sample with the most work is preempted last, so all parked
+        samples complete too.
         """
         return not self.request.parked and (self.request.guaranteed or self.preemptions >= 2)
 

@@ -120,12 +120,12 @@ class Scheduler:
         self._end([live[handle] for handle in dict.fromkeys(handles) if handle in live], FinishReason.CANCELLED)
 
     def end(self, sink: int, handles: Sequence[int]) -> None:
-        """End samples with the tokens that they have. Otherwise as ``cancel``."""
+        """End samples early with their tokens, as ABORTED. Unknown handles are of finished samples, and are ignored."""
         live = self._sinks.get(sink, {})
         self._end([live[handle] for handle in dict.fromkeys(handles) if handle in live], FinishReason.ABORTED)
 
     def park(self, sink: int, handles: Sequence[int]) -> None:
-        """Park the requests of samples. Unknown handles are of finished samples, and are ignored."""
+        """Park all unfinished samples of the requests of samples. Unknown handles are ignored."""
         live = self._sinks.get(sink, {})
         for handle in handles:
             if handle in live and not live[handle].finished:

@@ -9,7 +9,7 @@ from services.scheduler.core.plan import PlannedStep
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 
-Action = Callable[[Scheduler, int, list[int]], None]  # on samples, named by their sink and handles
+Action = Callable[[Scheduler, int, list[int]], None]  # on the samples with these handles of a sink
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ class EngineLoop:
         self._inbox.put_request(lambda: self._reject(sink, handle, error))
 
     def act_on(self, sink: int, handles: list[int], action: Action) -> None:
-        """Run ``action`` for samples after all earlier submits of the sink."""
+        """Run ``action`` for the samples of ``handles``, after all earlier submits of the sink."""
         self._inbox.put_request(lambda: action(self._core, sink, handles))
 
     def heartbeat(self, sink: int, nonce: int) -> None:
@@ -156,7 +156,7 @@ class EngineLoop:
         return self.ask(lambda core: self._pauses.resume(core, number))
 
     def change_weights(self, weights: weights_pb2.Weights) -> Future[None]:
-        """Record that the worker has ``weights`` from the next plan on. The core is paused."""
+        """Set the weights that the worker uses from the next plan on. The core must be paused."""
 
         def change(core: Scheduler) -> None:
             core.change_weights(weights.version)

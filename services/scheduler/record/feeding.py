@@ -99,14 +99,17 @@ def _run(
 
 
 def _replace_weights(stub: worker_pb2_grpc.WorkerServiceStub, weights: weights_pb2.Weights, step: int) -> None:
-    """Replace the worker's weights by those of the recording. Raises ``Unsuitable``. No plan is in flight."""
+    """Replace the worker's weights by ``weights`` before ``step``. No plan may be in flight. Raises ``Unsuitable``."""
     staging = worker_weights_pb2.StageWeightsRequest(
         update_id=uuid.uuid4().hex, version=weights.version, directory=weights.directory
     )
     try:
         staged = stub.StageWeights(staging)
         if staged.fingerprint != weights.fingerprint:
-            raise Unsuitable(f"step {step} has the weights {weights.version!r}, and {weights.directory} has others now")
+            raise Unsuitable(
+                f"step {step} has the weights {weights.version!r}, but the files in {weights.directory} have changed"
+                " since; put these weights back"
+            )
         stub.CommitWeights(worker_weights_pb2.CommitWeightsRequest(update_id=staging.update_id))
     except grpc.RpcError as error:
         raise Unsuitable(

@@ -33,7 +33,7 @@ class RecordedStep(NamedTuple):
     plan: record_pb2.PlanRecord
     result: record_pb2.ResultRecord | None  # None = no result before the end of the recording
     unanswered: int  # plans in flight after this plan was sent
-    weights: weights_pb2.Weights | None = None  # that replaced others before this plan was sent
+    weights: weights_pb2.Weights | None = None  # new weights since the previous plan, or None
 
 
 class Recording:

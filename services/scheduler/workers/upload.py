@@ -22,7 +22,7 @@ _SINCE = "2.3"  # version of the contract
 
 
 class Uploader:
-    """Sends uploads over connections of their own. Used on the event loop."""
+    """Sends uploads to the workers at ``addresses``, over new connections. Used on the event loop."""
 
     def __init__(self, addresses: Sequence[str], dialer: Dialer) -> None:
         self._addresses, self._dialer = addresses, dialer
@@ -33,13 +33,15 @@ class Uploader:
         tensors: Iterable[weights_pb2.UploadedTensor],
         chunks: AsyncIterator[weights_pb2.TensorChunk],
     ) -> None:
-        """Send an upload to one worker of each file system. Return when they have all of it.
+        """Send an upload to one worker of each file system. Return when these workers have written all chunks.
 
-        Few chunks are in memory at a time. Raises the error of a worker. The caller discards the upload then.
+        Few chunks are in memory at a time. Raises ``TokaError``, the error of a worker. The caller must then discard
+        the upload.
         """
         async with AsyncExitStack() as opened:
             calls = {}
-            for address in self._addresses:  # one after the other: workers see what another one has prepared
+            # One after the other, because each worker looks for a directory that another one has made.
+            for address in self._addresses:
                 channel = await opened.enter_async_context(self._dialer.open_aio(address))
                 stub: WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
                 if await _prepare(address, stub, update_id):

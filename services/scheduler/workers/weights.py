@@ -27,7 +27,7 @@ class Update(NamedTuple):
 
     update_id: str
     version: str
-    directory: str  # empty = uploaded
+    directory: str  # empty: its files were uploaded
 
     @property
     def uploaded(self) -> bool:
@@ -36,13 +36,13 @@ class Update(NamedTuple):
 
 
 class _Cancellable(Protocol):
-    """A call, or a task."""
+    """A call or a task that ``WorkerWeights.close`` cancels."""
 
     def cancel(self) -> object: ...
 
 
 class _Task(NamedTuple):
-    """A task that ``cancel`` cancels."""
+    """A task, with the function that cancels it."""
 
     cancel: Callable[[], object]
 
@@ -111,7 +111,8 @@ class WorkerWeights:
     def discard(self, update_id: str, *, remove_upload: bool = False) -> None:
         """Forget an update on all workers, as far as they can be called.
 
-        ``remove_upload``: also remove its uploaded files. Not after a commit was sent: a rank may need them.
+        ``remove_upload``: also remove its uploaded files. It must be False after a commit was sent, because a rank may
+        need them.
         """
         request = worker_weights_pb2.DiscardWeightsRequest(update_id=update_id, remove_upload=remove_upload)
         self._gather(lambda stub: stub.DiscardWeights, request, _TIMEOUT_S)

@@ -32,7 +32,7 @@ def reasons(driver: Driver, handle: int) -> list[FinishReason]:
 
 
 def begin(driver: Driver, n: int, **fields) -> int:
-    """Submit samples of different lengths, and run until every one that has a slot has a token."""
+    """Submit samples of different lengths, and run until every sample with a slot has a token."""
     handle = driver.submit(PROMPT, n=n, max_tokens=80, stop_token_ids=EOS, **fields)
     for _ in range(4):
         driver.step()
@@ -262,9 +262,9 @@ def test_rows_and_steps_of_a_tail_are_counted():
     rows = 2 * (counters.steps - before)
     assert (counters.tail_rows, counters.tail_steps) == (rows, rows // 2)
     driver.submit([20, 21], max_tokens=30)
-    before, steps, tail_steps = counters.steps, counters.tail_rows, counters.tail_steps
+    before, tail_rows, tail_steps = counters.steps, counters.tail_rows, counters.tail_steps
     driver.step()
-    assert counters.tail_rows - steps == 2 * (counters.steps - before)
+    assert counters.tail_rows - tail_rows == 2 * (counters.steps - before)
     assert counters.tail_steps == tail_steps
     check_ends(driver)
 

@@ -248,7 +248,7 @@ async def test_what_a_scheduler_recorded_with_its_worker_keeps_the_contract(tmp_
 
 
 async def record_updates(directory: str) -> Recording:
-    """A recording of a sample whose weights are replaced twice."""
+    """Return a recording during which the weights are replaced twice."""
     async with service.start(record_plans=directory) as running, service.session(running) as client:
         tokens = generate_pb2.TokenPrompt(token_ids=service.PROMPT)
         stopping = generate_pb2.Stopping(max_tokens=60, ignore_eos=True)
@@ -273,7 +273,7 @@ async def test_a_replay_replaces_the_weights_where_the_scheduler_did(tmp_path, f
     assert (outcome.same, outcome.mismatch, outcome.tokens) == (True, {}, 120)
 
 
-@pytest.mark.parametrize(("content", "reason"), [(None, "cannot load: .*model.norm.weight"), (7, "has others now")])
+@pytest.mark.parametrize(("content", "reason"), [(None, "cannot load: .*model.norm.weight"), (7, "have changed")])
 async def test_a_replay_without_the_recorded_weights_says_so(tmp_path, content, reason):
     recording = await record_updates(str(tmp_path))
     worker = FakeWorker(FakeShape())

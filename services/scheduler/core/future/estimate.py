@@ -22,7 +22,7 @@ class Estimate(NamedTuple):
     start: int  # first token
     finish: int  # last token
     curve: np.ndarray  # int64, pages in use at steps 0, 1, ..., with the request and the samples before it
-    ends: np.ndarray  # int64 [n], last tokens of its samples, ascending; 0 for those that have finished
+    ends: np.ndarray  # int64 [n], last tokens of its samples, ascending; 0 for finished samples
 
 
 def steps_until_released(state: State, count: int) -> int:

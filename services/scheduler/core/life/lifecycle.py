@@ -171,6 +171,7 @@ class Lifecycle:
                 self._control_stragglers(request)
 
     def _control_stragglers(self, request: Request) -> None:
+        """End or park the rest of ``request`` if enough of its samples have finished."""
         if request.end_after is not None and request.completed >= request.end_after:
             self.end(request.samples, FinishReason.ABORTED)
         else:

@@ -1,8 +1,8 @@
-"""Stragglers: the samples of a group that have not finished when most of the group has. A group is one request.
+"""Stragglers: the samples of a group that have not finished when a given number has. A group is one request.
 
 A request may end its stragglers, or park them. Parked samples keep their tokens. They are admitted only while no other
-sample waits, and are preempted as soon as another sample needs their slots or pages, whatever its class. So they never
-delay others for long, and finish in idle time. A running sample stays in its slot when it is parked.
+sample waits, and are preempted as soon as another sample of any class needs their slots or pages. A running sample
+stays in its slot when it is parked.
 """
 
 import numpy as np
@@ -13,14 +13,14 @@ from services.scheduler.core.state import State
 
 
 class Stragglers:
-    """Parks the samples of requests, and marks those in the tail of a group for the counters. Owned by the core."""
+    """Parks samples, and marks the samples in the tail of a group for the counters. Owned by the core."""
 
     def __init__(self, state: State, shares: Sharing) -> None:
         self._state = state
         self._shares = shares
 
     def sample_ended(self, request: Request) -> None:
-        """Park or mark what is left of ``request``, of which a sample has ended."""
+        """Mark the rest of ``request`` if it is in the tail, and park it if it is due. A sample of it has ended."""
         if request.in_tail:
             self._state.pool.slots.tail[_slots_of(request)] = True
         if request.park_after is not None and request.completed >= request.park_after:
@@ -42,7 +42,7 @@ class Stragglers:
         state.pool.slots.guaranteed[running] = False
 
     def release_prompts(self) -> None:
-        """Release the pages of prompts that are held for parked samples."""
+        """Release the shared prompts that are held for parked samples."""
         for request in [request for request in self._state.pool.sharing if request.parked]:
             self._shares.end(request)
 

@@ -16,7 +16,7 @@ _LEAST_PROGRESS = 16  # tokens that a protected sample computes before it may be
 def choose_victims(state: State, needed: int) -> npt.NDArray[np.int64]:
     """Return slots that release at least ``needed`` pages, or all eligible slots if these are too few.
 
-    Only predicted sequences are eligible. Parked ones come first, then lower classes, then sequences with less
+    Only predicted sequences are eligible. Parked sequences come first, then lower classes, then sequences with less
     work, then those admitted later. Work is the number of computed tokens that no other sequence shares.
     """
     slots, tree = state.pool.slots, state.pool.tree

@@ -27,8 +27,8 @@ class Slots:
         self.priority = np.zeros(count, np.int64)
         self.guaranteed = np.zeros(count, bool)
         self.preemptible = np.zeros(count, bool)  # may be preempted for higher classes
-        self.parked = np.zeros(count, bool)  # is preempted for any other sample
-        self.tail = np.zeros(count, bool)  # its request is nearly complete, see ``Request.in_tail``
+        self.parked = np.zeros(count, bool)  # preempted for any sample that is not parked
+        self.tail = np.zeros(count, bool)  # in the tail of its group, see ``Request.in_tail``
         self.protected_until = np.zeros(count, np.int64)  # known tokens from which it may be preempted for other keys
         self.accepted_ns = np.zeros(count, np.int64)
         self.length_class = np.zeros(count, np.int64)
@@ -111,7 +111,7 @@ class Slots:
         return running if more.all() else running[more]
 
     def outstanding_tokens(self) -> int:
-        """Return the tokens that are left to prefill, and to generate at most, without those of parked sequences."""
+        """Return the tokens left to prefill, and left to generate at most, of all sequences that are not parked."""
         active = self.running_slots()
         active = active[~self.parked[active]]
         prefill = np.maximum(self.given[active] - self.scheduled[active], 0).sum()

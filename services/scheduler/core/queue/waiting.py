@@ -21,8 +21,8 @@ class WaitingQueue:
     as if it had been accepted ``ageing_ns`` later. Samples that so come before the oldest of that class are overdue.
     Overdue samples are served before all others, the oldest first. With ``ageing_ns`` 0 no sample is overdue.
 
-    Parked samples are served when no other sample may be served, in the order in which they were parked. They belong to
-    no class.
+    Parked samples belong to no class. They are served only if no other sample can be served, in the order in which they
+    were parked.
 
     The order changes only when samples enter or leave and when service is charged. The cost of a call grows with the
     samples that it concerns and with the number of waiting keys.
@@ -96,7 +96,7 @@ class WaitingQueue:
 
     @property
     def highest(self) -> Priority | None:
-        """The highest class in which a sample waits, or None. Parked samples do not count."""
+        """The highest class in which a sample that is not parked waits, or None."""
         return next((priority for priority, each in self._classes.items() if each.flows), None)
 
     def flows(self) -> Iterator[tuple[Priority, str, int]]:

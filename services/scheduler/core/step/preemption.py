@@ -1,4 +1,4 @@
-"""Preempts running sequences for waiting samples: parked ones, class ``low`` for higher classes, one key for another.
+"""Preempts running sequences for waiting samples: parked, of class ``low`` for a higher class, of one key for another.
 
 A request of a higher class does not wait until batch jobs release a slot or pages. The first request of a key does not
 wait until another key that holds all slots or pages releases them. A preempted sequence goes back to the queue; its
@@ -127,9 +127,9 @@ class Preemption:
             self._lifecycle.shares.end(request)
 
     def _preempt_below(self, plan: PlannedStep, low: np.ndarray, above: list[Sample]) -> bool:
-        """Preempt as few of the slots ``low``, int64, as possible for the waiting samples ``above``.
+        """Preempt the smallest number of the slots ``low`` (int64) that admits waiting samples of ``above``.
 
-        Return False if the first of these does not fit even without ``low``.
+        Return False if the first of ``above`` does not fit even if all of ``low`` are preempted.
         """
         state = self._state
         if not len(low) or not above:
@@ -164,9 +164,10 @@ class Preemption:
     def _fewest(
         self, plan: PlannedStep, order: np.ndarray, least: int, free: int, candidates: Candidates
     ) -> int | None:
-        """Return how many of ``order``, from the first on, to preempt so that as many candidates fit as if all were.
+        """Return how many slots of ``order``, from the first on, to preempt.
 
-        None if no candidate fits.
+        It is the smallest number with which as many candidates fit as if all of ``order`` were preempted. None: the
+        first candidate does not fit.
         """
         # As of the plan before, because this plan has not computed anything yet.
         sequences = candidates.sequences.delayed(1)
