@@ -1,4 +1,4 @@
-"""The part of a fake worker that receives uploads of weights, in memory."""
+"""Uploads of weights to a fake worker, which keeps them in memory."""
 
 from collections.abc import Awaitable, Callable
 
@@ -19,7 +19,7 @@ class Upload:
 
 
 class FakeUploads:
-    """Workers whose ``uploads`` are the same dict share a file system."""
+    """Base class of fake workers. Workers whose ``uploads`` are the same dict share a file system."""
 
     address: str
 

@@ -190,7 +190,7 @@ class FakeWorker(FakeUploads, worker_pb2_grpc.WorkerServiceServicer):
         return response
 
     def _content(self, request: worker_weights_pb2.StageWeightsRequest) -> int | None:
-        """The number of the weights to stage: of an upload, its first byte."""
+        """Return the number of the weights to stage, or None. The number of an upload is its first byte."""
         if not (directory := request.directory):
             upload = self.uploads.get(request.update_id)
             return None if upload is None else upload.data[0]

@@ -1,4 +1,4 @@
-"""A safetensors file from chunks of any size in any order, and chunks that must not be accepted."""
+"""Safetensors files are written from chunks of any size in any order, and wrong chunks are refused."""
 
 import os
 from itertools import pairwise
@@ -34,7 +34,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor], chunks: list[tuple[str, 
 
 @st.composite
 def plans(draw) -> tuple[dict[str, torch.Tensor], list[tuple[str, int, int]]]:
-    """Tensors, and their chunks (name, first byte, end) in the order in which they are sent."""
+    """Draw tensors, and their chunks (name, first byte, end) in the order in which they are sent."""
     tensors = {}
     for number in range(draw(st.integers(1, 4))):
         dtype, shape = draw(st.sampled_from([*DTYPES])), draw(st.lists(st.integers(0, 6), max_size=3))

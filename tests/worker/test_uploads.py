@@ -116,7 +116,7 @@ WRONG_CHUNKS = {
     "empty": ([chunk(NORM, 0, b"")], NORM),
     "second header": ([w.UploadWeightsRequest(header=w.UploadHeader())], "expected a chunk"),
     "neither": ([w.UploadWeightsRequest()], "expected a chunk"),
-    "all missing": ([], "bytes from 0"),
+    "all missing": ([], "without byte 0 of"),
 }
 
 
@@ -135,11 +135,11 @@ async def test_a_gap_is_named(scheduler, checkpoint, allowed):
     tensors = tensors_of(checkpoint(seed=1))
     sent = [each for each in chunks(tensors, 64) if (each.chunk.name, each.chunk.offset) != (DOWN, 128)]
     code, details = await status_of(send(scheduler, [header(tensors), *reversed(sent)]))
-    assert (code, f"{DOWN}: " in details, "from 128" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True, True)
+    assert (code, f"{DOWN}: " in details, "byte 128 of" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True, True)
     assert files(allowed) == []
 
 
-async def test_values_that_are_not_finite_are_named_by_the_staging(scheduler, checkpoint):
+async def test_staging_names_a_tensor_with_values_that_are_not_finite(scheduler, checkpoint):
     tensors = tensors_of(checkpoint(seed=1))
     tensors[DOWN][0, 0] = float("nan")
     await send(scheduler, [header(tensors), *chunks(tensors)])
@@ -181,7 +181,7 @@ async def test_without_the_flag_no_upload_is_received(connect):
 
 
 @pytest.mark.parametrize("update_id", ["", "..", "../u", "a/b", "x" * 65, "a\0"])
-async def test_an_id_that_is_no_name_of_a_file_is_refused(scheduler, checkpoint, update_id):
+async def test_an_id_that_is_no_file_name_is_refused(scheduler, checkpoint, update_id):
     assert (await status_of(prepare(scheduler, update_id)))[0] is grpc.StatusCode.INVALID_ARGUMENT
     await discard(scheduler, update_id)  # has no effect
     tensors = tensors_of(checkpoint())
@@ -229,7 +229,7 @@ async def test_a_new_stream_of_plans_removes_all_other_uploads(scheduler, checkp
 
 
 async def test_a_worker_that_restarts_finds_its_uploads(worker, connect, checkpoint, allowed):
-    """It has the same address, and the upload of the weights that it gets again is kept."""
+    """It has the same address. The upload that the scheduler asks for again is kept."""
     uploads = Uploads(allowed, "unix:/run/w.sock")
     assert uploads.prepare("a")
     assert uploads.prepare("b")

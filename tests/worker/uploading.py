@@ -56,5 +56,5 @@ async def upload(scheduler: Scheduler, checkpoint: Path, update_id: str = "u") -
 
 
 def files(directory: Path) -> list[str]:
-    """The update ids of the uploads in ``directory``."""
+    """Return the update ids of the uploads in ``directory``."""
     return sorted(path.name for path in directory.glob("toka-uploads/*/*"))

@@ -152,7 +152,7 @@ def read_shard(path: Path) -> CheckpointShard:
 
 
 def parse_header(header: bytes) -> tuple[dict[str, StoredTensor], int]:
-    """Return the tensors in the order of their bytes, and the end of the last tensor's bytes.
+    """Return the tensors by name, in the order of their bytes, and the offset in bytes at which the last one ends.
 
     Raises ``InvalidRequest``, ``ValueError``, ``KeyError``, ``TypeError`` or ``AttributeError`` for a header that is
     malformed, or whose tensors do not follow each other without gaps.

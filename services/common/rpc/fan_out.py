@@ -15,12 +15,14 @@ ToError = Callable[[str, Exception], TokaError]
 async def send_to_all(
     calls: Mapping[str, "grpc.aio.StreamUnaryCall[Any, Any]"], messages: AsyncIterator[Any], to_error: ToError
 ) -> list[Any]:
-    """Send each message to all ``calls``, which are by address. Return the response or the error of each, in order.
+    """Send each message to all ``calls``. Return the response or the error of each call, in their order.
 
-    The next message is read when every call has taken the one before, so few messages are in memory. Servers must read
-    all messages before they end a call with an error. If a call ends before, its error is raised. Then, and if this
-    task is cancelled, all calls are cancelled. ``to_error`` gets the address and the exception of a call: a
-    ``grpc.RpcError``, or another one if the connection has ended.
+    ``calls`` has the address of each server as its key. The next message is read when every call has taken the previous
+    one, so few messages are in memory. Servers must read all messages before they end a call with an error. If a call
+    ends earlier, its error is raised. Then, and if this task is cancelled, all calls are cancelled.
+
+    ``to_error`` makes the error from the address and the exception of a call: a ``grpc.RpcError``, or another exception
+    if the connection has ended.
     """
     streams = [_Stream(address, call, to_error) for address, call in calls.items()]
     try:
@@ -33,7 +35,7 @@ async def send_to_all(
 
 
 class _Stream:
-    """A call that receives the messages."""
+    """A call that receives all messages."""
 
     def __init__(self, address: str, call: "grpc.aio.StreamUnaryCall[Any, Any]", to_error: ToError) -> None:
         self._address, self._call, self._to_error = address, call, to_error
@@ -42,24 +44,24 @@ class _Stream:
         """Send ``message`` when the server has room for it."""
         try:
             await self._call.write(message)
-        except asyncio.InvalidStateError:  # the call has ended before; its status says why
+        except asyncio.InvalidStateError:  # the call has ended; its status has the reason
             await self.finish()
         except grpc.RpcError as error:
-            # gRPC replaces the status of a connection that has ended by INTERNAL.
+            # gRPC reports INTERNAL instead of UNAVAILABLE if the connection has ended.
             lost = error.code() is grpc.StatusCode.INTERNAL
             raise self._to_error(self._address, ConnectionError() if lost else error) from error
         except (grpc.aio.UsageError, asyncio.CancelledError) as error:
             raise self._failure(error) from error
 
     async def result(self) -> Any:
-        """Send no more, and return the response or the error."""
+        """Send no more messages, and return the response or the error."""
         try:
             return await self.finish()
         except TokaError as error:
             return error
 
     async def finish(self) -> Any:
-        """Send no more, and return the response."""
+        """Send no more messages, and return the response. Raises the error of the call."""
         try:
             if not self._call.done():
                 await self._call.done_writing()
@@ -68,6 +70,7 @@ class _Stream:
             raise self._failure(error) from error
 
     def _failure(self, error: Any) -> BaseException:
+        """Return the error of the call, or ``error`` itself if this task was cancelled."""
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             return error

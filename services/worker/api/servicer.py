@@ -51,7 +51,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             if not context.add_callback(lambda: self._close(stream)):
                 return
             if self.weights is not None:
-                self.weights.begin_stream()
+                self.weights.remove_abandoned_uploads()
             ready = worker_pb2.Ready(incarnation_id=info.incarnation_id, takes_plans_together=True)
             yield worker_pb2.RunStepsResponse(ready=ready)
             threading.Thread(target=self._receive, args=(requests, stream), name="plans", daemon=True).start()
@@ -111,7 +111,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             with undo_on_error(weights.uploads.remove, header.update_id):
                 weights.receive(header.update_id, read_tensors(header), read_chunks(requests))
                 if not context.is_active():
-                    raise Cancelled("the caller has left")
+                    raise Cancelled("the caller has disconnected")
         except TokaError:
             for _ in requests:  # an asyncio client that still sends would lose the error (grpc/grpc#36066)
                 pass

@@ -11,7 +11,8 @@ from typing import Self
 from services.common.errors import InvalidRequest
 from services.common.model.checkpoint_files import StoredTensor
 
-_MOST_RANGES = 65_536  # of a tensor, with gaps between them
+_MOST_RANGES = 65_536  # of a tensor
+_LENGTH_BYTES = 8  # of the number before the header
 _ALIGNMENT = 8  # bytes, of the first tensor
 
 
@@ -23,7 +24,10 @@ class Coverage:
         self._ends: list[int] = []  # exclusive, of the same ranges
 
     def add(self, start: int, end: int) -> bool:
-        """Add the bytes from ``start`` up to ``end``, which is larger. Return False if one of them was added before."""
+        """Add the bytes from ``start`` up to, not including, ``end``, which is larger.
+
+        Return False, and add nothing, if one of them was added before.
+        """
         index = bisect_right(self._starts, start)  # of the first range after ``start``
         if (index and self._ends[index - 1] > start) or (index < len(self._starts) and self._starts[index] < end):
             return False
@@ -53,7 +57,7 @@ class Coverage:
 
 
 class TensorFile:
-    """A safetensors file that is being written. A context manager, which closes it. Used by one thread."""
+    """A safetensors file while it is written. Its context manager closes it. Used by one thread."""
 
     def __init__(self, path: Path, tensors: Mapping[str, StoredTensor]) -> None:
         """Create ``path`` with ``tensors``. Raises ``OSError`` if it exists or cannot be written."""
@@ -69,10 +73,10 @@ class TensorFile:
             at = end
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
-        start = 8 + len(text)
+        start = _LENGTH_BYTES + len(text)
         self._starts = {name: start + each for name, each in self._starts.items()}
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        self._write(0, len(text).to_bytes(8, "little") + text)
+        self._write(0, len(text).to_bytes(_LENGTH_BYTES, "little") + text)
 
     def __enter__(self) -> Self:
         return self
@@ -86,13 +90,16 @@ class TensorFile:
         """Write ``data`` at ``offset`` bytes of the tensor ``name``. Raises ``InvalidRequest`` and ``OSError``."""
         stored = self._tensors.get(name)
         if stored is None:
-            raise InvalidRequest(f"a chunk is of {name[:256]!r}, which is not in the header", field="chunk.name")
+            raise InvalidRequest(
+                f"a chunk is of {name[:256]!r}, which is not in the header; add it there, or leave it out",
+                field="chunk.name",
+            )
         end = offset + len(data)
         if not data:
             raise InvalidRequest(f"{name}: a chunk has no bytes; leave it out", field="chunk.data")
         if end > stored.nbytes:
             raise InvalidRequest(
-                f"{name}: a chunk has the bytes {offset} to {end}, and the tensor of the header {stored.nbytes}",
+                f"{name}: a chunk has the bytes {offset} to {end}, but the header gives it {stored.nbytes} bytes",
                 field="chunk.offset",
             )
         arrived = self._arrived[name]
@@ -102,7 +109,7 @@ class TensorFile:
             )
         if arrived.ranges > _MOST_RANGES:
             raise InvalidRequest(
-                f"{name}: its chunks leave more than {_MOST_RANGES} gaps; send larger ones, or in their order",
+                f"{name}: its chunks leave more than {_MOST_RANGES} gaps; send larger chunks, or send them in order",
                 field="chunk.offset",
             )
         self._write(self._starts[name] + offset, data)
@@ -112,8 +119,7 @@ class TensorFile:
         for name, stored in self._tensors.items():
             if (missing := self._arrived[name].first_missing) < stored.nbytes:
                 raise InvalidRequest(
-                    f"{name}: the upload ended without its bytes from {missing} on; the header says {stored.nbytes}"
-                    " bytes",
+                    f"{name}: the upload ended without byte {missing} of {stored.nbytes}; send every byte once",
                     field="chunk.name",
                 )
 

@@ -23,19 +23,22 @@ _UPDATE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
 
 
 class Uploads:
-    """Directories ``toka-uploads/OWNER/UPDATE_ID`` with a safetensors file each. Any thread may call.
+    """Uploads in the directories ``toka-uploads/OWNER/UPDATE_ID``, one safetensors file each. Any thread may call.
 
-    The owner is the worker that wrote the file. Only the owner removes it. Other workers of the same file system read
-    it.
+    The owner is the worker that wrote the file. Only the owner removes it. Other workers with the same file system
+    read it.
     """
 
     def __init__(self, directory: Path, address: str) -> None:
-        """Create nothing yet. ``address`` is where the worker listens: the same after a restart."""
+        """``directory`` is the first of ``weight_directories``.
+
+        ``address`` is where the worker listens. It must be the same after a restart.
+        """
         self._all, self._own = uploads_folder(directory), uploads_of(directory, address)
         self._lock = threading.Lock()  # protects the creation and the removal of directories
 
     def prepare(self, update_id: str) -> bool:
-        """Make the directory of an upload, unless another worker has made it. Return whether this worker receives it.
+        """Make the directory of an upload, and return True. Return False if another worker has made it.
 
         Raises ``InvalidRequest`` for a malformed id, and ``FailedPrecondition`` if the directory cannot be made.
         """
@@ -52,10 +55,10 @@ class Uploads:
     def receive(
         self, update_id: str, tensors: Mapping[str, StoredTensor], chunks: Iterable[weights_pb2.TensorChunk]
     ) -> None:
-        """Write a prepared upload. ``tensors`` describe it.
+        """Write a prepared upload. ``tensors`` are the descriptions of its tensors by name.
 
         Raises ``InvalidRequest``, which names the tensor, and ``FailedPrecondition`` if the files cannot be written.
-        The caller removes the upload then.
+        The caller must then remove the upload.
         """
         _check_id(update_id)
         path = self._own / update_id / _FILE
@@ -72,7 +75,7 @@ class Uploads:
             raise FailedPrecondition(_cannot_write(path, error)) from error
 
     def find(self, update_id: str) -> Path:
-        """Return the directory of an upload to this worker, or to another one of its file system.
+        """Return the directory of an upload to this worker, or to another worker with the same file system.
 
         Raises ``InvalidRequest`` if there is none.
         """
@@ -88,13 +91,13 @@ class Uploads:
         )
 
     def remove(self, update_id: str) -> None:
-        """Remove an upload to this worker. An unknown one has no effect."""
+        """Remove an upload to this worker. An unknown id has no effect."""
         if _UPDATE_ID.fullmatch(update_id):
             with self._lock:
                 self._remove(self._own / update_id)
 
     def keep_only(self, update_id: str) -> None:
-        """Remove all uploads to this worker but that of ``update_id``. An empty id keeps none."""
+        """Remove all uploads to this worker except that of ``update_id``. An empty id keeps none."""
         with self._lock:
             for directory in list(self._own.glob("*")):
                 if directory.name != update_id:
@@ -104,7 +107,7 @@ class Uploads:
         shutil.rmtree(directory, ignore_errors=True)
         if directory.exists():
             log.warning("an upload cannot be removed: remove it yourself", path=str(directory))
-        with contextlib.suppress(OSError):  # it has another upload
+        with contextlib.suppress(OSError):  # it still has another upload
             self._own.rmdir()
 
 
@@ -116,4 +119,4 @@ def _check_id(update_id: str) -> None:
 def _cannot_write(path: Path, error: OSError) -> str:
     if error.errno == errno.ENOSPC:
         return f"{path}: the disk has too little space for the upload ({error.strerror}); make room, and upload again"
-    return f"{path} cannot be written ({error.strerror}); see to it that the worker may write there, and upload again"
+    return f"{path} cannot be written ({error.strerror}); give the worker the right to write there, and upload again"

@@ -60,7 +60,7 @@ class ModelWeights:
     ) -> None:
         """``run_alone`` runs a call between two steps. ``directories`` is the flag ``weight_directories``.
 
-        ``address`` is that of the worker, for ``Uploads``.
+        ``address`` is where the worker listens.
         """
         self._loaded, self._runner, self._run_alone = loaded, runner, run_alone
         self._directories = [Path(each).expanduser().resolve() for each in directories]
@@ -70,7 +70,7 @@ class ModelWeights:
         self.version = WeightsVersion("", str(loaded.directory))
 
     def stage(self, update_id: str, version: str, directory: str) -> Staged:
-        """Read and check new weights, and return them. An empty ``directory`` stands for the upload of the update.
+        """Read and check new weights, and return them. With an empty ``directory``, read the upload of the update.
 
         Raises ``InvalidRequest``, ``PermissionDenied`` and ``FailedPrecondition``. Then nothing is staged.
         """
@@ -134,12 +134,12 @@ class ModelWeights:
     def receive(
         self, update_id: str, tensors: Mapping[str, StoredTensor], chunks: Iterable[weights_pb2.TensorChunk]
     ) -> None:
-        """Write an upload that was prepared, if ``tensors`` fit the model. Raises as ``Uploads.receive``."""
+        """Write a prepared upload if its ``tensors`` fit the model. Raises the errors of ``Uploads.receive``."""
         self._loaded.source.check_upload(tensors)
         self.uploads.receive(update_id, tensors, chunks)
 
-    def begin_stream(self) -> None:
-        """Remove all uploads but that of the present weights, since no other update can be committed any more."""
+    def remove_abandoned_uploads(self) -> None:
+        """Remove all uploads except that of the present weights. Called when a scheduler begins a stream of plans."""
         if self._uploads is not None:
             self._uploads.keep_only(self.version.update_id)
 

@@ -130,7 +130,7 @@ class ModelSource(ABC):
         raise _irreplaceable()
 
     def check_upload(self, tensors: Mapping[str, StoredTensor]) -> None:
-        """Check the descriptions of tensors that will be uploaded, by name.
+        """Check the descriptions, by name, of tensors that will be uploaded.
 
         Raises ``InvalidRequest``, which names the tensor that does not fit, and ``FailedPrecondition``.
         """

@@ -17,7 +17,7 @@ from services.worker.models import weights
 from services.worker.models.base import Staged
 from services.worker.models.decoder import DecoderModel
 
-_UPLOAD = "the upload"  # where a tensor is, in errors
+_UPLOAD = "the upload"  # place of a tensor in errors
 _FACTOR = 0x9E3779B97F4A7C15  # odd, and close to the golden ratio times 2^64
 _POSITIONS = np.arange(1 << 17, dtype=np.uint64) * np.uint64(0xB0A2FA93E88556EA) + np.uint64(1)  # odd
 
@@ -39,7 +39,7 @@ def stage(directory: Path, model: DecoderModel, described: ModelConfig) -> Stage
 
 
 def check_upload(tensors: Mapping[str, StoredTensor], described: ModelConfig) -> None:
-    """Check the descriptions of tensors that will be uploaded, by name, before their bytes arrive.
+    """Check the descriptions, by name, of tensors that will be uploaded.
 
     Raises ``InvalidRequest``, which names the tensor, if one is missing, unexpected, or of another shape or dtype.
     """
@@ -53,7 +53,9 @@ def check_upload(tensors: Mapping[str, StoredTensor], described: ModelConfig) ->
         weights.check_missing(_UPLOAD, expected.keys() - tensors.keys())
         if unused > used:
             largest = max(tensors.keys() - expected.keys(), key=lambda name: tensors[name].nbytes)
-            raise InvalidRequest(f"{_UPLOAD}: {largest} is not used, and too large to be received; leave it out")
+            raise InvalidRequest(
+                f"{_UPLOAD}: {largest} is not used by this model and makes the upload too large; leave it out"
+            )
     except InvalidRequest as error:
         raise InvalidRequest(error.message, field="header.tensors") from error
 

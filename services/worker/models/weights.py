@@ -141,7 +141,7 @@ def _skew(router: torch.Tensor) -> None:
 
 
 def check_stored(place: Path | str, name: str, stored: StoredTensor, shape: Sequence[int]) -> None:
-    """Raise ``InvalidRequest`` if a tensor at ``place`` has not the shape ``shape``, or is not of floats."""
+    """Raise ``InvalidRequest`` if the tensor ``name`` of ``place`` has not ``shape``, or has no float dtype."""
     _check_shape(place, name, stored.shape, shape)
     if stored.dtype not in FLOATS:
         raise InvalidRequest(
@@ -152,7 +152,7 @@ def check_stored(place: Path | str, name: str, stored: StoredTensor, shape: Sequ
 
 
 def check_missing(place: Path | str, missing: Collection[str]) -> None:
-    """Raise ``InvalidRequest`` if tensors are ``missing`` at ``place``."""
+    """Raise ``InvalidRequest`` unless ``missing``, the names of tensors that ``place`` lacks, is empty."""
     if missing:
         raise InvalidRequest(
             f"{place}: {len(missing)} tensors that config.json asks for are missing, e.g. {min(missing)};"
