@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.chaos.cluster import Cluster
 
 _EVERY_S = 1.0
-_PATIENCE_S = 60.0  # longer than a gateway that was killed leaves schedulers paused
+_PATIENCE_S = 60.0  # longer than the limit of a pause whose gateway was killed
 _SEQUENCES = ("toka_num_requests_running", "toka_num_requests_waiting")
 _PAUSED = ("toka_paused",)
 _FAILOVERS = ("toka_failovers_total",)
@@ -24,7 +24,7 @@ async def left_running(cluster: Cluster) -> int:
 
 
 async def left_paused(cluster: Cluster) -> int:
-    """Return the schedulers that are paused. Waits some time for them to resume."""
+    """Return the number of paused schedulers, after waiting up to 60 s for them to resume. -1: no answer."""
     return await _until_none(cluster, _PAUSED)
 
 
@@ -52,7 +52,7 @@ class Failovers:
 
 
 async def _until_none(cluster: Cluster, names: Collection[str]) -> int:
-    """Return the sum of metrics when it is 0, or after some time. -1: the gateway does not answer."""
+    """Return the sum of metrics when it is 0, or after 60 s. -1: the gateway does not answer."""
     gateway, give_up_at = cluster.names["gateway"][0], time.monotonic() + _PATIENCE_S
     while True:
         count = await _sum(cluster, gateway, names)

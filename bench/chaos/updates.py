@@ -1,16 +1,16 @@
 """Verify answers while weights are replaced and services are killed: ``python -m bench.chaos.updates [updates=50]``.
 
-Runs two gateways, two schedulers and two fake workers, whose tokens depend on the weights. Clients send requests one
-after the other. Meanwhile the weights are replaced, in several modes of a pause, and during some updates a service is
-killed. It is started again, and the update is repeated until it succeeds.
+Runs two gateways, two schedulers and two fake workers, whose tokens depend on the weights. Each client sends one
+request after the other. Meanwhile the weights are replaced, with several kinds of pauses. During some updates a service
+is killed and started again. An update that fails is repeated until it succeeds.
 
-The tokens of each span must follow from the weights of its version. Tokens without a span, of a sample that continued
-at another scheduler, must follow from versions in their order. After an update that failed, each worker must have the
-last version or that of the update. After an update that succeeded, each must have its version, and the schedulers must
-resume.
+The tokens of each span must be those that the weights of its version generate. Tokens without a span are of a sample
+that continued at another scheduler. Each of them must be the token of some version, and these versions must ascend.
+After an update that failed, each scheduler must have the last version or that of the update. After an update that
+succeeded, each scheduler must have its version and must resume.
 
-The last line is one JSON object. Exit status 1 if a request was lost, wrong or hanging, if versions were wrong, or if a
-worker found a plan that broke the contract.
+The last line is one JSON object. Exit status 1 if a request was lost or wrong or hung, if a version was wrong, if
+a service crashed, or if a worker found a plan that broke the contract.
 """
 
 import asyncio
@@ -61,14 +61,14 @@ class UpdatesConfig(ClusterConfig):
 
 
 class Wrong(Exception):
-    """An answer or a version is not the expected one."""
+    """A request that hung, or whose answer is not the expected one."""
 
 
 def check_choice(body: dict[str, Any], choice: dict[str, Any], latest: int) -> list[tuple[int, int]]:
-    """Return the version and the number of tokens of each span of ``choice``, the answer to ``body``.
+    """Return the version and the number of tokens of each span of ``choice``, which answers ``body``.
 
-    Raises ``Wrong`` for a wrong end, and for a token that does not follow from its version. Tokens without a span come
-    first, and follow from versions up to ``latest`` in their order.
+    Raises ``Wrong`` for a wrong end, and for a token that the weights of its version do not generate. Tokens without a
+    span come first. Their versions ascend and are at most ``latest``.
     """
     tokens, reason = choice["token_ids"], choice["finish_reason"]
     if reason not in ("length", "abort") or (reason == "length") != (len(tokens) == body["max_tokens"]):
@@ -92,7 +92,7 @@ def check_choice(body: dict[str, Any], choice: dict[str, Any], latest: int) -> l
 
 
 def _expected(body: dict[str, Any], choice: dict[str, Any], at: int, count: int, version: int) -> list[int]:
-    """Return ``count`` tokens that follow token ``at`` with the weights ``version``."""
+    """Return the tokens ``at`` to ``at + count`` that the weights ``version`` generate after the tokens before."""
     return continuation(
         _SHAPE, [*body["prompt"], *choice["token_ids"][:at]], count, temperature=body["temperature"],
         seed=body["seed"], sample_index=choice["index"], weights=version,
@@ -133,13 +133,13 @@ class Updates:
             body = {"prompt": _PROMPT, "seed": seed, "ignore_eos": True, "return_token_ids": True}
             body |= _BODIES[(client + count) % len(_BODIES)]
             try:
-                await self._ask(http, body)
+                await self._request(http, body)
             except Wrong as wrong:
                 self.counts["wrong"] += 1
                 self.problems.append(f"seed {body['seed']}: {wrong}")
 
-    async def _ask(self, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
-        """Ask until a gateway answers."""
+    async def _request(self, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
+        """Send ``body`` until a gateway answers, and check the answer. Raises ``Wrong``."""
         asked = time.monotonic()
         while True:
             if time.monotonic() > asked + self._config.hang_seconds:
@@ -167,38 +167,38 @@ class Updates:
 
     def _check(self, body: dict[str, Any], choice: dict[str, Any]) -> None:
         spans = check_choice(body, choice, self._version + 1)
-        told = sum(count for _, count in spans)
         self.counts["tokens"] += len(choice["token_ids"])
         self.counts["spans"] += len(spans)
-        self.counts["tokens without a span"] += len(choice["token_ids"]) - told
+        self.counts["tokens without a span"] += len(choice["token_ids"]) - sum(count for _, count in spans)
         self.counts[f"ended by {choice['finish_reason']}"] += 1
 
     # -- the updates
 
     async def _update(self, http: httpx.AsyncClient, number: int) -> None:
-        """Replace the weights, and repeat it until it succeeds."""
+        """Replace the weights by version ``number``. Repeat a failed update until one succeeds."""
         victim = self._random.choice(list(self._cluster.processes))
         killing = None
         if self._random.random() < self._config.kills:
             killing = asyncio.create_task(self._kill(victim, self._random.random() * 0.4))
         deadline = time.monotonic() + _UPDATE_S
-        while not await self._try(http, number):
+        while not await self._try_update(http, number):
             self.counts["failed updates"] += 1
             if time.monotonic() > deadline:
                 self.problems.append(f"update {number} did not succeed in {_UPDATE_S} s")
                 return
-            await self._look(http, {self._version, number})
+            await self._check_versions(http, {self._version, number})
             await asyncio.sleep(_RETRY_S)
         self._version = number
         self.counts["updates"] += 1
         if killing is not None:
             await killing
             await self._cluster.wait_ready()
-        await self._look(http, {number})
+        await self._check_versions(http, {number})
         if killing is not None and (paused := await left_paused(self._cluster)):
             self.problems.append(f"after update {number}: {paused} schedulers stay paused")
 
-    async def _try(self, http: httpx.AsyncClient, number: int) -> bool:
+    async def _try_update(self, http: httpx.AsyncClient, number: int) -> bool:
+        """Replace the weights, and return True if that succeeded."""
         url = self._random.choice(list(self._cluster.urls.values()))
         pause, fields = _MODES[number % len(_MODES)]
         body = {"model_path": f"/weights/{number}", "weight_version": str(number)} | fields
@@ -213,14 +213,15 @@ class Updates:
         return response.status_code == httpx.codes.OK
 
     async def _kill(self, name: str, after_s: float) -> None:
+        """Kill a service after ``after_s`` seconds, and wait until it runs again."""
         await asyncio.sleep(after_s)
         self.counts[f"killed {name.partition('-')[0]}s"] += 1
         self._cluster.expect_end(name)
         self._cluster.processes[name].kill()
         await self._cluster.runs(name)
 
-    async def _look(self, http: httpx.AsyncClient, versions: set[int]) -> None:
-        """Note a scheduler whose version is not in ``versions``."""
+    async def _check_versions(self, http: httpx.AsyncClient, versions: set[int]) -> None:
+        """Add a problem if a scheduler has a version that is not in ``versions``."""
         for url in self._cluster.urls.values():
             try:
                 schedulers = (await http.get(f"{url}/weights")).raise_for_status().json()["schedulers"]

@@ -290,20 +290,20 @@ def test_weights_are_replaced_although_services_are_killed():
 SAMPLED = {"prompt": [50, 51, 52], "temperature": 1.0, "seed": 5, "max_tokens": 30}
 
 
-def sampled(versions: dict[int, int], told: int, **more) -> dict:
-    """An answer to ``SAMPLED`` with tokens of these versions, of which the last ``told`` versions have a span."""
+def sampled(versions: dict[int, int], with_span: int, **more) -> dict:
+    """Return an answer to ``SAMPLED`` with tokens of these versions. The last ``with_span`` versions have a span."""
     tokens: list[int] = []
     for version, count in versions.items():
         tokens += continuation(FakeShape(**FAKE_SIZES), [*SAMPLED["prompt"], *tokens], count, seed=5, weights=version)
     spans = [{"version": str(version or ""), "tokens": count} for version, count in versions.items()]
-    choice = {"index": 0, "token_ids": tokens, "finish_reason": "length", "weights": spans[len(spans) - told :]}
+    choice = {"index": 0, "token_ids": tokens, "finish_reason": "length", "weights": spans[len(spans) - with_span :]}
     return choice | more
 
 
-@pytest.mark.parametrize("told", [2, 1, 0])
-def test_tokens_of_each_version_are_right_with_and_without_a_span(told):
-    spans = check_choice(SAMPLED, sampled({0: 10, 2: 20}, told), 3)
-    assert spans == [(0, 10), (2, 20)][2 - told :]
+@pytest.mark.parametrize("with_span", [2, 1, 0])
+def test_tokens_of_each_version_are_right_with_and_without_a_span(with_span):
+    spans = check_choice(SAMPLED, sampled({0: 10, 2: 20}, with_span), 3)
+    assert spans == [(0, 10), (2, 20)][2 - with_span :]
 
 
 @pytest.mark.parametrize(

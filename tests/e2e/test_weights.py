@@ -52,7 +52,7 @@ def checksums(server: Server) -> list[dict]:
 
 
 def is_complete(server: Server) -> bool:
-    """Whether every scheduler has its workers."""
+    """Return whether every scheduler has its workers."""
     return httpx.get(f"{server.base_url}/weights", timeout=TIMEOUT_S).status_code == 200
 
 
