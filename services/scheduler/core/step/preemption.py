@@ -1,8 +1,9 @@
-"""Preempts running sequences for waiting samples: parked, of class ``low`` for a higher class, of one key for another.
+"""Preempts running sequences for waiting samples.
 
-A request of a higher class does not wait until batch jobs release a slot or pages. The first request of a key does not
-wait until another key that holds all slots or pages releases them. A preempted sequence goes back to the queue; its
-tokens are kept and its pages stay cached.
+Parked sequences are preempted for any other sample, sequences of class ``low`` for higher classes, and sequences of one
+key for another key. A request of a higher class does not wait until batch jobs release a slot or pages. The first
+request of a key does not wait until another key that holds all slots or pages releases them. A preempted sequence goes
+back to the queue; its tokens are kept and its pages stay cached.
 
 An eighth of the running sequences may be protected sequences of class low, so that low work completes under any load.
 Sequences that would be overdue in the queue are protected, and those that were preempted four times. A key gets slots
