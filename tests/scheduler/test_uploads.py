@@ -60,16 +60,19 @@ async def refused(call) -> grpc.aio.AioRpcError:
 
 async def test_running_samples_continue_with_the_uploaded_weights():
     async with start(SHAPE) as service, session(service) as client:
-        await client.submit(0, **fields(400))
+        await service.begin(client, **fields(100))
+        service.worker.on_commit = service.worker.hold
         for number in (1, 2, 3):
-            await client.until(lambda message: message.HasField("outputs"))
-            committed = await update(service, number)
-            weights = committed.weights
+            weights = (await service.pausing(update(service, number))).weights
             assert (weights.version, weights.uploaded) == (f"v{number}", True)
             assert weights.directory == f"/uploads/{weights.update_id}"
-            assert uploads(service) == [[weights.update_id]]  # those before are removed
+            assert uploads(service) == [[weights.update_id]]  # earlier uploads are removed
+            answered = service.worker.answered
+            service.worker.release(5)
+            await service.worker.until_answered(answered + 5)
+        service.release()
         await client.finished(0)
-        assert check_spans(client.samples[0], 400) == ["", "v1", "v2", "v3"]
+        assert check_spans(client.samples[0], 100) == ["", "v1", "v2", "v3"]
 
 
 async def test_an_upload_is_removed_after_an_update_from_a_directory():
@@ -303,7 +306,7 @@ async def test_a_rank_that_did_not_receive_a_commit_gets_the_version_of_the_othe
         assert versions(service) == ["v1", "v1"]
 
 
-async def test_a_new_scheduler_removes_uploads_that_were_not_committed():
+async def test_a_new_connection_removes_uploads_that_were_not_committed():
     worker = FakeWorker(FakeShape())
     async with start(worker=worker) as service:
         committed = await update(service, 1)

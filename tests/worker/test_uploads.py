@@ -91,7 +91,7 @@ async def test_a_header_that_does_not_fit_is_refused_before_any_byte(scheduler, 
     assert files(allowed) == []
 
 
-def renamed(name: str, **fields) -> common.UploadedTensor:
+def float32(name: str, **fields) -> common.UploadedTensor:
     return common.UploadedTensor(name=name, dtype="F32", **fields)
 
 
@@ -100,7 +100,7 @@ def renamed(name: str, **fields) -> common.UploadedTensor:
     [
         ([], "must be a header"),
         ([chunk(NORM, 0, b"x")], "must be a header"),
-        ([w.UploadWeightsRequest(header=w.UploadHeader(update_id="u", tensors=[renamed("a"), renamed("a")]))], "twice"),
+        ([w.UploadWeightsRequest(header=w.UploadHeader(update_id="u", tensors=[float32("a"), float32("a")]))], "twice"),
     ],
 )
 async def test_a_stream_without_a_valid_header_is_refused(scheduler, messages, text):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
 from services.scheduler.core.future.estimate import estimate, running_steps
+from services.scheduler.core.life.victims import choose_victims
 from services.scheduler.core.request import AdmissionMode, FinishReason, PauseMode, Priority
 from tests.fakes.model import FakeShape
 from tests.properties import examples
@@ -124,6 +125,16 @@ def test_a_parked_sample_leaves_its_slot_to_any_other_sample(priority, mode):
     check_all(driver)
 
 
+def test_several_samples_take_the_slots_of_parked_ones_at_once():
+    driver = Driver(shape(max_slots=2, eos_every=0))
+    park(driver, begin(driver, 2))
+    later = driver.submit([20, 21], n=2, max_tokens=4)
+    driver.step()
+    driver.step()
+    assert [sample.slot >= 0 for sample in driver.requests[later].samples] == [True, True]
+    check_all(driver)
+
+
 def test_a_parked_sample_leaves_its_pages_to_any_other_sample():
     driver = Driver(shape(page_count=12, max_slots=4, eos_every=0, max_context_tokens=40))
     handle = driver.submit(PROMPT, n=2, max_tokens=14)
@@ -148,12 +159,18 @@ def test_a_parked_sample_waits_while_another_sample_waits():
     check_all(driver)
 
 
-def test_a_parked_sample_is_preempted_first_if_a_prediction_was_wrong():
-    driver = Driver(shape(page_count=12, max_slots=3, eos_every=0, max_context_tokens=48), mode=AdmissionMode.PREDICTED)
-    handle = driver.submit(PROMPT, max_tokens=36)
-    for _ in range(8):
+def test_a_parked_sequence_is_the_first_victim_although_it_has_a_higher_class_and_more_work():
+    driver = Driver(shape(eos_every=0), mode=AdmissionMode.PREDICTED)
+    high = driver.submit(PROMPT, max_tokens=60, priority=Priority.HIGH)
+    for _ in range(20):
         driver.step()
-    park(driver, handle)
+    low = driver.submit([20, 21], max_tokens=60, priority=Priority.LOW)
+    for _ in range(4):
+        driver.step()
+    slots = {handle: driver.requests[handle].samples[0].slot for handle in (high, low)}
+    assert choose_victims(driver.core.state, 1).tolist() == [slots[low]]
+    park(driver, high)
+    assert choose_victims(driver.core.state, 1).tolist() == [slots[high]]
     check_all(driver)
 
 
@@ -316,13 +333,3 @@ def test_expected_ends_are_exact_if_lengths_are_known():
         assert expected[handle].tolist() == sorted(
             10 + 7 * index - len(driver.seen[handle + each].tokens) for each in range(4)
         )
-
-
-def test_several_samples_take_the_slots_of_parked_ones_at_once():
-    driver = Driver(shape(max_slots=2, eos_every=0))
-    park(driver, begin(driver, 2))
-    later = driver.submit([20, 21], n=2, max_tokens=4)
-    driver.step()
-    driver.step()
-    assert [sample.slot >= 0 for sample in driver.requests[later].samples] == [True, True]
-    check_all(driver)
