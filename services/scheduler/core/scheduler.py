@@ -116,20 +116,17 @@ class Scheduler:
 
     def cancel(self, sink: int, handles: Sequence[int]) -> None:
         """Cancel samples. Unknown handles are of finished samples, and are ignored."""
-        live = self._sinks.get(sink, {})
-        self._end([live[handle] for handle in dict.fromkeys(handles) if handle in live], FinishReason.CANCELLED)
+        self._end(self._live_samples(sink, handles), FinishReason.CANCELLED)
 
     def end(self, sink: int, handles: Sequence[int]) -> None:
         """End samples early with their tokens, as ABORTED. Unknown handles are of finished samples, and are ignored."""
-        live = self._sinks.get(sink, {})
-        self._end([live[handle] for handle in dict.fromkeys(handles) if handle in live], FinishReason.ABORTED)
+        self._end(self._live_samples(sink, handles), FinishReason.ABORTED)
 
     def park(self, sink: int, handles: Sequence[int]) -> None:
         """Park all unfinished samples of the requests of samples. Unknown handles are ignored."""
-        live = self._sinks.get(sink, {})
-        for handle in handles:
-            if handle in live and not live[handle].finished:
-                self._lifecycle.stragglers.park(live[handle].request)
+        for sample in self._live_samples(sink, handles):
+            if not sample.finished:
+                self._lifecycle.stragglers.park(sample.request)
 
     def cancel_request(self, request_id: str) -> int:
         """Cancel the unfinished samples of a request for an operator. Return their number."""
@@ -237,6 +234,11 @@ class Scheduler:
             failures.setdefault(request.request_id, error)
             self._lifecycle.end(request.samples, FinishReason.ERROR, Internal.logged())
         return any_broken
+
+    def _live_samples(self, sink: int, handles: Sequence[int]) -> list[Sample]:
+        """Return the samples of ``handles`` whose end ``sink`` has not received, each once."""
+        live = self._sinks.get(sink, {})
+        return [live[handle] for handle in dict.fromkeys(handles) if handle in live]
 
     def _end(self, samples: Sequence[Sample], reason: FinishReason) -> None:
         """End the unfinished samples among ``samples``."""
