@@ -25,6 +25,7 @@ _BITS = {
 }
 FLOATS = frozenset({"F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2"})
 _MOST_DIMENSIONS = 8
+_END = 2**63  # the numbers of a header are below it
 _AGAIN = "fetch the file again (toka-download model= with the hub's id resumes an interrupted download)"
 
 
@@ -166,8 +167,8 @@ def parse_header(header: bytes) -> tuple[dict[str, StoredTensor], int]:
         stored = tensors[name] = StoredTensor(each["dtype"], tuple(each["shape"]))
         if len(stored.shape) > _MOST_DIMENSIONS:
             raise ValueError(f"{name}: shape has {len(stored.shape)} dimensions")
-        if any(type(number) is not int or number < 0 for number in (*stored.shape, begin, stop)):
-            raise ValueError(f"{name}: shape and data_offsets must be integers from 0")
+        if any(type(number) is not int or not 0 <= number < _END for number in (*stored.shape, begin, stop)):
+            raise ValueError(f"{name}: shape and data_offsets must be integers from 0, below 2^63")
         if stored.dtype not in _BITS:
             raise ValueError(f"{name}: dtype {reprlib.repr(stored.dtype)} is unknown")
         if begin != end or (stop - begin) * 8 != math.prod(stored.shape) * _BITS[stored.dtype]:

@@ -82,6 +82,12 @@ def header_of(length: int, text: bytes = b"{}") -> bytes:
     return length.to_bytes(8, "little") + text
 
 
+def shaped(*shape: int) -> bytes:
+    """A file whose only tensor has no bytes."""
+    text = json.dumps({"norm": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    return header_of(len(text), text)
+
+
 GOOD = file(9)
 WRONG = {
     "no version": ("/weights", GOOD, "weight_version", "name the new weights"),
@@ -94,6 +100,7 @@ WRONG = {
     "no json": (f"{URL}x", header_of(2, b"{]"), None, "not a safetensors file"),
     "a list": (f"{URL}x", header_of(2, b"[]"), None, "not a safetensors file"),
     "no dtype": (f"{URL}x", header_of(10, b'{"a":  {}}'), None, "not a safetensors file"),
+    "large number": (f"{URL}x", shaped(0, 2**64), None, "2^63"),
     "long header": (f"{URL}x", header_of(2**40), None, "not a safetensors file"),
     "truncated": (f"{URL}x", GOOD[:-1], None, "norm: the body ends after 399 of its 400 bytes"),
     "too long": (f"{URL}x", GOOD + b"x", None, "after the last tensor"),
