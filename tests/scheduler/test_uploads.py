@@ -12,6 +12,7 @@ import pytest
 from services.common.errors import FailedPrecondition, Unavailable
 from services.scheduler.api.weights import WeightUpdates
 from services.scheduler.core.request import PauseMode
+from services.scheduler.workers.weights import WorkerWeights
 from tests.fakes.model import FakeShape
 from tests.fakes.worker import FakeReplica, FakeWorker
 from tests.scheduler.service import Service, session, start
@@ -322,6 +323,7 @@ class Recorded:
     def __init__(self, *, is_paused: bool) -> None:
         self.is_paused = is_paused
         self.discarded: list[bool] = []  # ``remove_upload`` of each discard
+        self.sent = 0  # uploads
         self.engine = self.stream = self.weights = self
         self.committed = Weights()
 
@@ -336,6 +338,7 @@ class Recorded:
 
     async def send(self, *given) -> None:
         """Send nothing."""
+        self.sent += 1
 
     def cancelling(self, cancel) -> nullcontext:
         return nullcontext()
@@ -372,3 +375,17 @@ async def test_files_are_not_removed_after_a_commit_was_sent(sent):
     with pytest.raises((Unavailable, FailedPrecondition)):
         await updates.commit(staged.update_id, PauseMode.KEEP, recompute=False)
     assert recorded.discarded == [not sent]
+
+
+async def test_nothing_is_sent_on_a_connection_that_has_ended():
+    recorded, weights = Recorded(is_paused=False), WorkerWeights({})
+    weights.close()
+    recorded.cancelling = weights.cancelling
+    updates = WeightUpdates(recorded, recorded, recorded)
+
+    async def requests():
+        yield header()
+
+    with pytest.raises(Unavailable, match="has ended"):
+        await updates.upload(requests())
+    assert (recorded.sent, recorded.discarded) == (0, [True])

@@ -116,13 +116,15 @@ class WeightUpdates:
         """Send an upload to the workers of ``stream``. Raises ``Unavailable`` if one is lost meanwhile."""
         loop = asyncio.get_running_loop()
         sending = asyncio.create_task(self._uploader.send(update.update_id, header.tensors, chunks))
-        with stream.weights.cancelling(lambda: loop.call_soon_threadsafe(sending.cancel)):
-            try:
+        try:
+            with stream.weights.cancelling(lambda: loop.call_soon_threadsafe(sending.cancel)):
                 await sending
-            except asyncio.CancelledError:
-                if (task := asyncio.current_task()) is not None and task.cancelling():
-                    raise
-                raise _lost() from None
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise _lost() from None
+        finally:
+            sending.cancel()  # it would read ``chunks`` if the connection has ended before
 
     async def _stage_to_the_end(
         self, update: Update, stream: WorkerStream | None = None
