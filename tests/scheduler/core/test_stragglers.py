@@ -146,6 +146,18 @@ def test_a_parked_sample_leaves_its_pages_to_any_other_sample():
     check_all(driver)
 
 
+def test_parked_samples_and_those_of_class_low_leave_their_pages_together():
+    driver = Driver(shape(page_count=20, max_slots=4, eos_every=0))
+    parked = driver.submit(PROMPT, max_tokens=27)
+    driver.submit([30] * 9, max_tokens=27, priority=Priority.LOW, mode=AdmissionMode.PREDICTED)
+    for _ in range(4):
+        driver.step()
+    park(driver, parked)
+    later = driver.submit([20] * 30, max_tokens=30, priority=Priority.HIGH)  # needs more pages than one of them has
+    assert driver.plan().admitted_ids == [f"r{later}"]
+    check_all(driver)
+
+
 def test_a_parked_sample_waits_while_another_sample_waits():
     driver = Driver(shape(max_slots=2, eos_every=0))
     handle = begin(driver, 2)

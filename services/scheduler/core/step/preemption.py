@@ -107,15 +107,15 @@ class Preemption:
         self._preempt_below(plan, parked, [sample for sample in waiting if not sample.request.parked])
 
     def _preempt_for_classes(self, plan: PlannedStep) -> None:
-        """Preempt sequences of class ``low`` for waiting samples of higher classes."""
+        """Preempt sequences of class ``low``, and more parked ones, for waiting samples of higher classes."""
         state, slots = self._state, self._state.pool.slots
         highest = state.queue.waiting.highest
         if highest is None or highest >= Priority.LOW:
             return
         running = slots.running_slots()
-        low = running[slots.preemptible[running]]
+        low = running[slots.preemptible[running] & ~slots.parked[running]]
         if len(low):
-            low = without_overdue(state, low)
+            low = np.union1d(without_overdue(state, low), running[slots.parked[running]])
         waiting = state.in_order(MOST_ADMISSIONS) if len(low) else []
         above = [sample for sample in waiting if sample.request.priority < Priority.LOW]
         if not self._preempt_below(plan, low, above):
