@@ -95,12 +95,16 @@ def float32(name: str, **fields) -> common.UploadedTensor:
     return common.UploadedTensor(name=name, dtype="F32", **fields)
 
 
+MANY = float32("x.rotary_emb.inv_freq", shape=[1] * 9)
+
+
 @pytest.mark.parametrize(
     ("messages", "text"),
     [
         ([], "must be a header"),
         ([chunk(NORM, 0, b"x")], "must be a header"),
         ([w.UploadWeightsRequest(header=w.UploadHeader(update_id="u", tensors=[float32("a"), float32("a")]))], "twice"),
+        ([w.UploadWeightsRequest(header=w.UploadHeader(update_id="u", tensors=[MANY]))], "9 dimensions"),
     ],
 )
 async def test_a_stream_without_a_valid_header_is_refused(scheduler, messages, text):

@@ -24,7 +24,7 @@ _BITS = {
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
 }
 FLOATS = frozenset({"F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2"})
-_MOST_DIMENSIONS = 8
+MOST_DIMENSIONS = 8
 _END = 2**63  # the numbers of a header are below it
 _AGAIN = "fetch the file again (toka-download model= with the hub's id resumes an interrupted download)"
 
@@ -165,7 +165,7 @@ def parse_header(header: bytes) -> tuple[dict[str, StoredTensor], int]:
     for name, each in sorted(described.items(), key=lambda item: tuple(item[1]["data_offsets"])):
         begin, stop = each["data_offsets"]
         stored = tensors[name] = StoredTensor(each["dtype"], tuple(each["shape"]))
-        if len(stored.shape) > _MOST_DIMENSIONS:
+        if len(stored.shape) > MOST_DIMENSIONS:
             raise ValueError(f"{name}: shape has {len(stored.shape)} dimensions")
         if any(type(number) is not int or not 0 <= number < _END for number in (*stored.shape, begin, stop)):
             raise ValueError(f"{name}: shape and data_offsets must be integers from 0, below 2^63")

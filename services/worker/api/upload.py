@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from services.common.errors import InvalidRequest
-from services.common.model.checkpoint_files import FLOATS, StoredTensor
+from services.common.model.checkpoint_files import FLOATS, MOST_DIMENSIONS, StoredTensor
 from tokasaurus.common.v1 import weights_pb2 as common_weights_pb2
 from tokasaurus.worker.v1 import weights_pb2
 
@@ -25,6 +25,11 @@ def read_tensors(header: weights_pb2.UploadHeader) -> dict[str, StoredTensor]:
             expected = ", ".join(sorted(FLOATS))
             raise InvalidRequest(
                 f"{each.name[:256]} has dtype {each.dtype[:64]!r}; expected one of {expected}", field="header.tensors"
+            )
+        if len(each.shape) > MOST_DIMENSIONS:  # the size of more would take hours to compute
+            raise InvalidRequest(
+                f"{each.name[:256]} has {len(each.shape)} dimensions; expected at most {MOST_DIMENSIONS}",
+                field="header.tensors",
             )
         tensors[each.name] = StoredTensor(each.dtype, tuple(each.shape))
     return tensors
