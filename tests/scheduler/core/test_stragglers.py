@@ -345,3 +345,14 @@ def test_expected_ends_are_exact_if_lengths_are_known():
         assert expected[handle].tolist() == sorted(
             10 + 7 * index - len(driver.seen[handle + each].tokens) for each in range(4)
         )
+
+
+def test_parked_samples_that_wait_do_not_delay_the_forecast_of_another():
+    ends = []
+    for n in (3, 5000):
+        driver = Driver(shape(max_slots=2, eos_every=0), max_queued=6000)
+        park(driver, begin(driver, n))
+        later = driver.submit([20, 21], n=600, max_tokens=4)
+        driver.cancel(*range(later, later + 600))  # its forecast is that of a request that was not submitted
+        ends.append(estimate(driver.core.state, driver.requests[later]).finish)
+    assert ends[0] == ends[1]

@@ -72,7 +72,8 @@ def _before(state: State, subject: Request) -> tuple[list[Sample], int]:
         waiting = [
             sample for sample in waiting if sample.request.priority <= subject.priority and not sample.request.parked
         ]
-    return waiting + mine, max(0, len(state.queue.waiting) - _MOST_READ - len(mine))
+    others = len(state.queue.waiting) - (0 if subject.parked else state.queue.waiting.parked)
+    return waiting + mine, max(0, others - _MOST_READ - len(mine))
 
 
 def _expected(state: State, samples: list[Sample]) -> npt.NDArray[np.int64]:
