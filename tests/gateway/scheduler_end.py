@@ -17,9 +17,9 @@ from tokasaurus.scheduler.v1 import generate_pb2, session_pb2
 class SchedulerEnd:
     """A session, and the stream that it reads from and writes to. The stream ends after what it was told to send."""
 
-    def __init__(self, owner: Owner | None = None) -> None:
+    def __init__(self, owner: Owner | None = None, *, controls_stragglers: bool = True) -> None:
         self.metrics = RequestMetrics()
-        self.session = Session(self, self.metrics, owner, Timings())
+        self.session = Session(self, self.metrics, owner, Timings(), controls_stragglers=controls_stragglers)
         self.written: list[session_pb2.SessionRequest] = []
         self._sent: deque[session_pb2.SessionResponse] = deque()
 

@@ -210,6 +210,31 @@ async def test_a_part_that_is_sent_after_enough_samples_have_finished_is_followe
     assert {sample.outcome.reason for sample in await running.wait_ended()} == {"length", "abort"}
 
 
+async def test_an_older_scheduler_is_not_asked_to_end_samples():
+    """It would end the session, and with it the requests of others."""
+    end = SchedulerEnd(controls_stragglers=False)
+    running = group(3, end_after=1)
+    ending = SampleEnding("stop", False, 0, 3, 1, 0, 0.0, 0.0, 0.0, None)
+    parts = running.replace_lost({each: np.arange(1, dtype=np.uint32) for each in running.samples})
+    running.finish(running.samples[0], ending)
+    for part in parts[1:]:
+        end.session.submit(part)
+    await end.send()
+    assert "end" not in [message.WhichOneof("payload") for message in end.written]
+
+
+async def test_groups_with_stragglers_go_to_schedulers_that_can_end_them():
+    async with Schedulers.running() as schedulers:
+        older = schedulers.fleet.replicas[0]
+        older.model = replace(older.model, contract_version="1.12")
+        groups = [await schedulers.generate(f"group{number}", [number] * 30, n=4, end_after=2) for number in range(4)]
+        for each in groups:
+            await each.wait_accepted()
+        assert [len(each) for each in schedulers.requests()] == [0, 4]
+        for each in groups:
+            each.close()
+
+
 async def test_an_abort_of_a_group_leaves_the_answers_of_finished_samples():
     async with Schedulers.running() as schedulers:
         running, other = await schedulers.generate("group", n=4), await schedulers.generate("grouped", n=1)

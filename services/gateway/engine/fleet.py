@@ -205,8 +205,13 @@ class Fleet:
         self._failover.enqueue(request, self._none_ready())
 
     def _choose(self, request: SchedulerRequest, ready: Sequence[Replica]) -> Replica:
-        """Return the replica for ``request``. Failover keeps the samples of a prompt at one replica if it is ready."""
+        """Return the replica for ``request``. Failover sends all samples of a prompt to one replica, if it is ready.
+
+        A request whose stragglers end or are parked goes to a replica that can do it, if one is ready.
+        """
         prompt, placed = request.submission.prompt, request.parent.failover_replicas
+        if prompt.settings.end_after is not None or prompt.settings.park_after is not None:
+            ready = [replica for replica in ready if replica.controls_stragglers] or ready
         prompt_index = request.samples[0].prompt_index
         if request.attempt and (address := placed.get(prompt_index)) is not None:
             for replica in ready:

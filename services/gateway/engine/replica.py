@@ -88,6 +88,11 @@ class Replica:
         return self.model is not None and self.model.can_resume
 
     @property
+    def controls_stragglers(self) -> bool:
+        """True if the replica can end and park samples of a group."""
+        return self.model is not None and self.model.stragglers
+
+    @property
     def trouble(self) -> str:
         """The reason why the replica is not ready, or an empty string if it is."""
         if self.ready:
@@ -245,7 +250,8 @@ class Replica:
             model = codec.decode_model(opened.model)
             self._check(model)
             self.model, self.scheduler_id = model, opened.scheduler_id
-            self._session = Session(stream, self._metrics, self, self._timings, takes_submits=model.takes_submits)
+            can = {"takes_submits": model.takes_submits, "controls_stragglers": model.stragglers}
+            self._session = Session(stream, self._metrics, self, self._timings, **can)
             log.info("session open", scheduler=self.address, scheduler_id=self.scheduler_id, model=model.id)
             self._on_change()
             await self._session.run()

@@ -70,14 +70,19 @@ class Session:
         timings: Timings,
         *,
         takes_submits: bool = False,
+        controls_stragglers: bool = False,
     ) -> None:
-        """``takes_submits``: the scheduler accepts several requests in one message."""
+        """``takes_submits``: the scheduler accepts several requests in one message.
+
+        ``controls_stragglers``: it can end and park samples. Another one would end the session if it was asked to.
+        """
         self.unreported_tokens = 0  # submitted since the last Load
         self._stream = stream
         self._metrics = metrics
         self._owner = owner
         self._timings = timings
         self._takes_submits = takes_submits
+        self._controls_stragglers = controls_stragglers
         self._outbox: deque[session_pb2.SessionRequest] = deque()
         # Handles by action, in order, until they are sent or their samples have ended.
         self._actions: dict[codec.SampleAction, dict[int, None]] = {"cancel": {}, "end": {}, "park": {}}
@@ -156,11 +161,11 @@ class Session:
         return {sample: self._slots.tokens(handle) for handle, sample in leaving.items()}
 
     def act_on(self, request: SchedulerRequest, action: codec.SampleAction) -> None:
-        """Cancel, end or park the samples of ``request`` that still run here."""
+        """Cancel, end or park the samples of ``request`` that still run here, if the scheduler can."""
         handles = self._running(request)
         if action == "cancel":
             self._cancel_samples(handles)
-        else:
+        elif self._controls_stragglers:
             self._send_action(action, handles)
 
     def count_tokens(self, request: SchedulerRequest) -> int:
