@@ -1,15 +1,20 @@
 """Uploads to a worker: they are staged like a directory, and no error leaves a file."""
 
 import shutil
+import threading
 from collections import namedtuple
+from concurrent.futures import Future
 
 import grpc
 import pytest
 import torch
 
+from services.common.config import WorkerConfig
+from services.worker.boot.common import boot
 from services.worker.engine.uploads import Uploads
+from services.worker.engine.weights import ModelWeights
 from tests.worker.scheduler import status_of
-from tests.worker.test_weights import DOWN, NORM, checksums, commit, stage
+from tests.worker.test_weights import DOWN, FLAGS, NORM, checksums, commit, stage
 from tests.worker.uploading import chunk, chunks, content, files, header, prepare, send, tensors_of, upload
 from tokasaurus.common.v1 import weights_pb2 as common
 from tokasaurus.worker.v1 import weights_pb2 as w
@@ -243,3 +248,35 @@ async def test_a_worker_that_restarts_finds_its_uploads(worker, connect, checkpo
     assert files(allowed) == ["a"]
     restarted.keep_only("")
     assert list(allowed.glob("toka-uploads/*")) == []
+
+
+def test_a_scheduler_that_connects_during_a_commit_gets_its_version_and_finds_its_files(checkpoint, allowed):
+    """The scheduler that began the commit was lost."""
+    new = checkpoint(seed=1)
+    booted = boot(WorkerConfig(model=str(checkpoint()), **FLAGS))
+    seen: list[str] = []
+
+    def connect() -> None:
+        seen.append(weights.settled_version().update_id)
+        weights.remove_abandoned_uploads()
+
+    connecting = threading.Thread(target=connect)
+
+    def run_alone(call) -> Future[None]:
+        connecting.start()
+        connecting.join(0.2)  # until it waits for the commit
+        call()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    weights = ModelWeights(booted.loaded, booted.runner, run_alone, [str(allowed)], "address")
+    assert weights.uploads.prepare("u")
+    [directory] = allowed.glob("toka-uploads/*/u")
+    for path in new.glob("*"):
+        shutil.copy(path, directory)
+    weights.stage("u", "1", "")
+    weights.commit("u")
+    connecting.join()
+    assert (seen, files(allowed)) == (["u"], ["u"])
+    booted.runner.close()

@@ -37,7 +37,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.GetWorkerInfoResponse:
         response = worker_pb2.GetWorkerInfoResponse(info=self._ready_info())
         if self.weights is not None:
-            response.info.weights.CopyFrom(weights_pb2.Weights(**self.weights.version._asdict()))
+            response.info.weights.CopyFrom(weights_pb2.Weights(**self.weights.settled_version()._asdict()))
         return response
 
     def RunSteps(

@@ -66,6 +66,7 @@ class ModelWeights:
         self._directories = [Path(each).expanduser().resolve() for each in directories]
         self._uploads = Uploads(self._directories[0], address) if self._directories else None
         self._changing = threading.Lock()  # held while tensors are read or written
+        self._writing = threading.Lock()  # held from the first written tensor until ``version`` is that of the tensors
         self._staged: _Update | None = None
         self.version = WeightsVersion("", str(loaded.directory))
 
@@ -103,16 +104,17 @@ class ModelWeights:
                 self._loaded.source.apply(update.staged, self._loaded.model)
                 self._runner.weights_changed()
 
-            try:
-                self._run_alone(write).result()
-            except Unavailable:  # nothing was written
-                raise
-            except Exception as error:
-                raise Internal(f"the weights were written in part ({error!r}); the worker ends") from error
-            fingerprint = update.staged.fingerprint
-            self.version = WeightsVersion(
-                update.version, update.directory, time.time_ns(), update_id, fingerprint, update.uploaded
-            )
+            with self._writing:
+                try:
+                    self._run_alone(write).result()
+                except Unavailable:  # nothing was written
+                    raise
+                except Exception as error:
+                    raise Internal(f"the weights were written in part ({error!r}); the worker ends") from error
+                fingerprint = update.staged.fingerprint
+                self.version = WeightsVersion(
+                    update.version, update.directory, time.time_ns(), update_id, fingerprint, update.uploaded
+                )
         log.info("weights replaced", version=update.version, directory=update.directory)
         return self.version
 
@@ -138,10 +140,15 @@ class ModelWeights:
         self._loaded.source.check_upload(tensors)
         self.uploads.receive(update_id, tensors, chunks)
 
+    def settled_version(self) -> WeightsVersion:
+        """Return the version, after the end of a commit that a scheduler which was lost may have begun."""
+        with self._writing:
+            return self.version
+
     def remove_abandoned_uploads(self) -> None:
         """Remove all uploads except that of the present weights. Called when a scheduler begins a stream of plans."""
         if self._uploads is not None:
-            self._uploads.keep_only(self.version.update_id)
+            self._uploads.keep_only(self.settled_version().update_id)
 
     def checksums(self) -> tuple[WeightsVersion, list[tuple[str, str]]]:
         """Return the version, and name and checksum of each tensor in the order of names, between two updates."""
