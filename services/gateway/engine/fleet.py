@@ -51,6 +51,7 @@ class Fleet:
         unknown model are rejected even if a single model is served.
         """
         self.draining = False
+        self.updating = asyncio.Lock()  # held while the weights of all replicas are replaced
         self._timings = timings
         self._strict_names = strict_names
         self._router = PrefixRouter(turn)

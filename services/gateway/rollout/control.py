@@ -61,11 +61,12 @@ async def update_weights(fleet: Fleet, directory: str, version: str | None, mode
     """Replace the weights of all schedulers' workers by those in ``directory``. Return their version.
 
     All schedulers are paused at the same time for this, unless they are paused already. Raises the error of a
-    scheduler. If one cannot stage the weights, nothing has changed.
+    scheduler. If one cannot stage the weights, nothing has changed. Updates of ``fleet`` run one after the other.
     """
     staging = control_pb2.StageWeightsRequest(directory=directory, version=version)
-    staged = await call_each(fleet, lambda stub: stub.StageWeights, staging, since=_SINCE, timeout_s=None)
-    return await _commit_staged(fleet, staged, mode)
+    async with fleet.updating:
+        staged = await call_each(fleet, lambda stub: stub.StageWeights, staging, since=_SINCE, timeout_s=None)
+        return await _commit_staged(fleet, staged, mode)
 
 
 async def upload_weights(
@@ -75,8 +76,9 @@ async def upload_weights(
 
     It pauses, commits and raises in the same way as ``update_weights``.
     """
-    staged = await stream_to_each(fleet, lambda stub: stub.UploadWeights, messages, since=_UPLOADS_SINCE)
-    return await _commit_staged(fleet, staged, mode)
+    async with fleet.updating:
+        staged = await stream_to_each(fleet, lambda stub: stub.UploadWeights, messages, since=_UPLOADS_SINCE)
+        return await _commit_staged(fleet, staged, mode)
 
 
 async def read_weights(fleet: Fleet, *, checksums: bool) -> list[dict[str, Any]]:
@@ -112,8 +114,12 @@ async def _commit_staged(
     if errors:
         await _discard(fleet, ids)
         raise errors[0]
-    # If the client disconnects, the commits must not stop half-way.
-    return await asyncio.shield(asyncio.create_task(_commit(fleet, ids, mode)))
+    committing = asyncio.create_task(_commit(fleet, ids, mode))
+    try:
+        return await asyncio.shield(committing)
+    except asyncio.CancelledError:  # the client has disconnected; the commits must not stop half-way
+        await asyncio.wait([committing])
+        raise
 
 
 async def _commit(fleet: Fleet, ids: Sequence[str], mode: PauseMode) -> str:

@@ -1,5 +1,6 @@
 """New weights in the body of a request, at two schedulers. Fake workers read the first byte of the tensor "norm"."""
 
+import asyncio
 import json
 import socket
 from contextlib import AsyncExitStack
@@ -217,7 +218,7 @@ async def upload_to(*schedulers: Scheduler, count: int = MESSAGES) -> None:
             channel = await opened.enter_async_context(grpc.aio.insecure_channel(address))
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
             replicas.append(SimpleNamespace(stub=stub, address=address, metadata=lambda: None))
-        await control.upload_weights(SimpleNamespace(replicas=replicas), messages(), "keep")
+        await control.upload_weights(SimpleNamespace(replicas=replicas, updating=asyncio.Lock()), messages(), "keep")
 
 
 @pytest.mark.parametrize("most", [3, 100])
@@ -237,4 +238,4 @@ async def test_a_scheduler_without_uploads_is_named():
 async def test_a_scheduler_that_is_not_connected_is_named_before_the_body_is_read():
     replica = SimpleNamespace(stub=None, address="there")
     with pytest.raises(Unavailable, match="there is not connected"):
-        await control.upload_weights(SimpleNamespace(replicas=[replica]), None, "keep")
+        await control.upload_weights(SimpleNamespace(replicas=[replica], updating=asyncio.Lock()), None, "keep")

@@ -1,5 +1,6 @@
 """New weights over HTTP, at two schedulers, whose fake workers have the weights N in ``/weights/N``."""
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -58,6 +59,14 @@ def test_the_last_chunk_of_a_stream_names_the_weights(trained, path):
     choices = [choice for event in streamed(trained, path, body) for choice in event["choices"]]
     assert [choice["weights"] for choice in choices if "weights" in choice] == [[{"version": "4", "tokens": 5}]]
     assert choices[-1]["finish_reason"] == "length"
+
+
+def test_updates_at_once_run_one_after_the_other(trained):
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(10):
+            told = [each["weight_version"] for each in pool.map(lambda number: update(trained, number), range(1, 5))]
+            assert told == [f"/weights/{number}" for number in range(1, 5)]
+            assert len({each["version"] for each in get(trained, "/weights")["schedulers"]}) == 1
 
 
 def test_an_update_may_end_all_requests(trained):
@@ -136,7 +145,7 @@ class Scheduler:
 @pytest.mark.parametrize("error", [None, grpc.aio.UsageError()])
 async def test_an_update_ends_only_its_own_pauses_and_leaves_nothing_staged(error):
     scheduler = Scheduler(error)
-    fleet = SimpleNamespace(replicas=[scheduler])
+    fleet = SimpleNamespace(replicas=[scheduler], updating=asyncio.Lock())
     with nullcontext() if error is None else pytest.raises(Unavailable):
         await control.update_weights(fleet, "/weights/1", None, "keep")
     assert ("Resume", c.ResumeRequest(pause=7)) in scheduler.calls
