@@ -191,6 +191,8 @@ async def test_an_upload_whose_caller_leaves_while_it_is_staged_is_removed():
         call = service.stub.UploadWeights(messages(1))
         await reading.wait()
         call.cancel()
+        for _ in range(10):
+            await service.load()  # answered after the scheduler has seen the cancellation
         read.set()
         while any(uploads(service)):
             await service.load()
