@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from services.common.boundaries import task_is_cancelled
 from services.common.errors import TokaError
 
 ToError = Callable[[str, Exception], TokaError]
@@ -71,7 +72,6 @@ class _Stream:
 
     def _failure(self, error: Any) -> BaseException:
         """Return the error of the call, or ``error`` itself if this task was cancelled."""
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        if isinstance(error, asyncio.CancelledError) and task_is_cancelled():
             return error
         return self._to_error(self._address, error)

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import orjson
 
+from services.common.boundaries import task_is_cancelled
 from services.common.rpc.status import from_rpc_error
 from services.gateway.console.plan_watch import PlanWatch
 from services.gateway.console.shape import load_document, plan_document, schedule_document
@@ -80,7 +81,7 @@ class Observer:
         except grpc.RpcError as error:
             document["trouble"] = from_rpc_error(error).message
         except (grpc.aio.UsageError, asyncio.CancelledError):  # the channel was closed
-            if (task := asyncio.current_task()) is not None and task.cancelling():
+            if task_is_cancelled():
                 raise
             document["trouble"] = "the connection to the scheduler has ended"
         return document

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
+from services.common.boundaries import task_is_cancelled
 from services.common.errors import FailedPrecondition, TokaError, Unavailable
 from services.common.rpc.fan_out import send_to_all
 from services.common.rpc.status import from_rpc_error
@@ -77,7 +78,7 @@ async def _call(
     except grpc.RpcError as error:
         return _error(replica.address, error, since)
     except (grpc.aio.UsageError, asyncio.CancelledError):  # the channel was closed
-        if (task := asyncio.current_task()) is not None and task.cancelling():
+        if task_is_cancelled():
             raise
         return _closed(replica.address)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from services.common.boundaries import undo_on_error_async
+from services.common.boundaries import task_is_cancelled, undo_on_error_async
 from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
 from services.scheduler.api.hub import Hub
 from services.scheduler.core.request import PauseMode
@@ -120,7 +120,7 @@ class WeightUpdates:
             with stream.weights.cancelling(lambda: loop.call_soon_threadsafe(sending.cancel)):
                 await sending
         except asyncio.CancelledError:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
+            if task_is_cancelled():
                 raise
             raise _lost() from None
         finally:
