@@ -379,6 +379,9 @@ class Call:
     def result(self) -> w.GetWeightsResponse:
         return w.GetWeightsResponse()
 
+    def cancel(self) -> None:
+        """Do nothing: it has ended."""
+
 
 def test_calls_that_have_ended_are_not_kept():
     """The results of a call, such as checksums, would stay in memory with it."""

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
@@ -35,25 +35,13 @@ class Update(NamedTuple):
         return not self.directory
 
 
-class _Cancellable(Protocol):
-    """A call or a task that ``WorkerWeights.close`` cancels."""
-
-    def cancel(self) -> object: ...
-
-
-class _Task(NamedTuple):
-    """A task, with the function that cancels it."""
-
-    cancel: Callable[[], object]
-
-
 class WorkerWeights:
     """The weights of the workers on one connection. The methods block, and any thread may call them."""
 
     def __init__(self, stubs: Stubs) -> None:
         self._stubs = stubs
         self._lock = threading.Lock()  # protects the next two fields
-        self._calls: set[_Cancellable] = set()
+        self._cancels: set[Callable[[], object]] = set()  # end the calls and uploads that run
         self._closed = False
 
     def stage(self, update: Update) -> tuple[int, int]:
@@ -90,23 +78,22 @@ class WorkerWeights:
         """Cancel all calls, and fail later ones. The channels may be closed afterwards."""
         with self._lock:
             self._closed = True
-            calls = list(self._calls)
-        for call in calls:
-            call.cancel()
+            cancels = list(self._cancels)
+        for cancel in cancels:
+            cancel()
 
     @contextmanager
     def cancelling(self, cancel: Callable[[], object]) -> Iterator[None]:
         """Call ``cancel`` if the connection ends before the block does. Raises ``Unavailable`` if it has ended."""
-        task = _Task(cancel)
         with self._lock:
             if self._closed:
                 raise _ended()
-            self._calls.add(task)
+            self._cancels.add(cancel)
         try:
             yield
         finally:
             with self._lock:
-                self._calls.discard(task)
+                self._cancels.discard(cancel)
 
     def discard(self, update_id: str, *, remove_upload: bool = False) -> None:
         """Forget an update on all workers, as far as they can be called.
@@ -136,7 +123,8 @@ class WorkerWeights:
             if self._closed:
                 return {}, _ended()
             calls = {address: method(stub).future(request, timeout=timeout_s) for address, stub in self._stubs.items()}
-            self._calls.update(calls.values())
+            cancels = {call.cancel for call in calls.values()}
+            self._cancels |= cancels
         responses: dict[str, Any] = {}
         first: TokaError | None = None
         for address, call in calls.items():
@@ -147,7 +135,7 @@ class WorkerWeights:
                 found.message = f"worker {address}: {found.message}"
                 first = first or found
         with self._lock:
-            self._calls.difference_update(calls.values())
+            self._cancels -= cancels
         return responses, first
 
 
