@@ -1,5 +1,6 @@
 """Safetensors files are written from chunks of any size in any order, and wrong chunks are refused."""
 
+import errno
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -114,3 +115,18 @@ def test_no_file_is_overwritten(tmp_path):
     with pytest.raises(FileExistsError):
         TensorFile(tmp_path / "file", {})
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_file_whose_header_cannot_be_written_is_closed(tmp_path, monkeypatch):
+    closed = []
+
+    def write(file, data, at) -> int:
+        raise OSError(errno.ENOSPC, "no space is left")
+
+    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(os, "close", closed.append)
+    with pytest.raises(OSError, match="no space"):
+        TensorFile(tmp_path / "file", {})
+    monkeypatch.undo()
+    [file] = closed
+    os.close(file)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from services.common.boundaries import undo_on_error
 from services.common.errors import InvalidRequest
 from services.common.model.checkpoint_files import StoredTensor
 
@@ -63,7 +64,7 @@ class TensorFile:
         """Create ``path`` with ``tensors``. Raises ``OSError`` if it exists or cannot be written."""
         self._tensors = tensors
         self._arrived = {name: Coverage() for name in tensors}
-        self._starts: dict[str, int] = {}  # offsets in the file, in bytes
+        self._starts: dict[str, int] = {}  # in bytes, from the end of the header
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         for name, stored in tensors.items():
@@ -73,10 +74,10 @@ class TensorFile:
             at = end
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
-        start = _LENGTH_BYTES + len(text)
-        self._starts = {name: start + each for name, each in self._starts.items()}
+        self._header_bytes = _LENGTH_BYTES + len(text)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        self._write(0, len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+        with undo_on_error(os.close, self._file):
+            self._write(0, len(text).to_bytes(_LENGTH_BYTES, "little") + text)
 
     def __enter__(self) -> Self:
         return self
@@ -112,7 +113,7 @@ class TensorFile:
                 f"{name}: its chunks leave more than {_MOST_RANGES} gaps; send larger chunks, or send them in order",
                 field="chunk.offset",
             )
-        self._write(self._starts[name] + offset, data)
+        self._write(self._header_bytes + self._starts[name] + offset, data)
 
     def check(self) -> None:
         """Raise ``InvalidRequest`` if a byte has not arrived."""
