@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 
+from services.common.boundaries import undo_on_error
 from services.common.errors import InvalidRequest
 from tokasaurus.worker.v1 import weights_pb2
 
@@ -45,7 +46,7 @@ class FakeUploads:
     async def _receive(self, request_iterator) -> None:
         header = (await anext(request_iterator)).header
         upload = self.uploads[header.update_id]
-        try:
+        with undo_on_error(self.uploads.pop, header.update_id, None):
             for tensor in header.tensors:
                 if tensor.name != "norm":
                     raise InvalidRequest(f"{tensor.name} has no place", field="header.tensors")
@@ -56,9 +57,6 @@ class FakeUploads:
                 upload.chunks[request.chunk.offset] = request.chunk.data
             if len(upload.data) != 4 * size:
                 raise InvalidRequest("norm: bytes are missing", field="chunk.name")
-        except BaseException:
-            self.uploads.pop(header.update_id, None)
-            raise
 
     def remove_uploads(self, unwanted: Callable[[str], bool]) -> None:
         """Remove the uploads to this worker whose id is ``unwanted``."""

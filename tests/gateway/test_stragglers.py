@@ -2,10 +2,10 @@
 
 import json
 
-import httpx
 import pytest
 
-from tests.gateway.deployment import PATIENCE_S, Deployment, eventually
+from tests.gateway.deployment import Deployment, eventually
+from tests.gateway.rollout.conftest import streamed
 
 BODY = {"prompt": "Hi", "n": 6, "max_tokens": 20, "ignore_eos": True, "temperature": 1.0, "seed": 5}
 
@@ -43,18 +43,11 @@ def test_each_prompt_has_its_own_group(narrow):
 
 
 def test_a_stream_of_a_chat_ends_the_rest_too(narrow):
-    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True} | BODY
+    body = {"messages": [{"role": "user", "content": "Hi"}]} | BODY
     del body["prompt"]
-    ended = {}
-    with httpx.stream(
-        "POST", narrow.url + "/v1/chat/completions", json=body | {"end_stragglers_after": 2}, timeout=PATIENCE_S
-    ) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                    if choice["finish_reason"]:
-                        ended[choice["index"]] = choice["finish_reason"]
-    assert [ended[index] for index in range(6)] == ENDED
+    events = streamed(narrow, "/v1/chat/completions", body | {"end_stragglers_after": 2})
+    ended = [choice for event in events for choice in event["choices"] if choice["finish_reason"]]
+    assert {choice["index"]: choice["finish_reason"] for choice in ended} == dict(enumerate(ENDED))
 
 
 def test_parked_samples_have_the_answers_that_they_would_have_had(narrow):
