@@ -250,8 +250,14 @@ class Replica:
             model = codec.decode_model(opened.model)
             self._check(model)
             self.model, self.scheduler_id = model, opened.scheduler_id
-            can = {"takes_submits": model.takes_submits, "controls_stragglers": model.stragglers}
-            self._session = Session(stream, self._metrics, self, self._timings, **can)
+            self._session = Session(
+                stream,
+                self._metrics,
+                self,
+                self._timings,
+                takes_submits=model.takes_submits,
+                controls_stragglers=model.stragglers,
+            )
             log.info("session open", scheduler=self.address, scheduler_id=self.scheduler_id, model=model.id)
             self._on_change()
             await self._session.run()

@@ -46,8 +46,7 @@ def check_upload(tensors: Mapping[str, StoredTensor], described: ModelConfig) ->
     expected, used, unused = checkpoint_shapes(described), 0, 0
     try:
         for name, stored in tensors.items():
-            if name not in expected and not is_ignored(name, described):
-                raise InvalidRequest(f"{_UPLOAD}: {name} has no place in this architecture; leave it out")
+            _check_place(_UPLOAD, name, expected, described)
             weights.check_stored(_UPLOAD, name, stored, expected.get(name, stored.shape))
             used, unused = (used + stored.nbytes, unused) if name in expected else (used, unused + stored.nbytes)
         weights.check_missing(_UPLOAD, expected.keys() - tensors.keys())
@@ -75,8 +74,7 @@ def _read(directory: Path, wanted: Collection[str], described: ModelConfig) -> S
     for path in weight_paths(directory):
         with safetensors.safe_open(path, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118 (not a mapping)
-                if name not in known and not is_ignored(name, described):
-                    raise InvalidRequest(f"{path}: {name} has no place in this architecture; leave it out")
+                _check_place(path, name, known, described)
                 if name not in known:
                     continue
                 tensor = shard.get_tensor(name).clone()  # the file may change
@@ -92,6 +90,12 @@ def _read(directory: Path, wanted: Collection[str], described: ModelConfig) -> S
                     )
                 tensors[name] = tensor
     return Staged(tensors, fingerprint)
+
+
+def _check_place(place: Path | str, name: str, known: Collection[str], described: ModelConfig) -> None:
+    """Raise ``InvalidRequest`` if the tensor ``name`` of ``place`` is neither ``known`` nor ignored."""
+    if name not in known and not is_ignored(name, described):
+        raise InvalidRequest(f"{place}: {name} has no place in this architecture; leave it out")
 
 
 def fingerprint_of(name: str, tensor: torch.Tensor) -> int:
