@@ -3,7 +3,6 @@
 Threads, background tasks and handlers of calls catch exceptions of any kind with these context managers.
 """
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import TracebackType
@@ -72,15 +71,6 @@ class errors_as_internal:
         if isinstance(error, Exception) and not isinstance(error, self._expected):
             self._log.error(self._event, exc_info=error, **self._fields)
             raise Internal.logged() from error
-
-
-def task_is_cancelled() -> bool:
-    """Return whether the current task was cancelled.
-
-    If not, a ``CancelledError`` comes from what the task awaits, such as a call on a channel that was closed.
-    """
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Options of channels and servers, each with the failure it prevents, and the ``Dialer`` that opens channels."""
 
+import asyncio
 from dataclasses import dataclass
 
 import grpc
@@ -120,3 +121,12 @@ class Dialer:
 
 
 PLAIN = Dialer()  # neither certificates nor token
+
+
+def task_is_cancelled() -> bool:
+    """Return whether the current task was cancelled.
+
+    If not, a ``CancelledError`` comes from what the task awaits, such as a call on a channel that was closed.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from services.common.boundaries import task_is_cancelled
 from services.common.errors import TokaError
+from services.common.rpc.channel import task_is_cancelled
 
 ToError = Callable[[str, Exception], TokaError]
 

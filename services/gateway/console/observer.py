@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import orjson
 
-from services.common.boundaries import task_is_cancelled
+from services.common.rpc.channel import task_is_cancelled
 from services.common.rpc.status import from_rpc_error
 from services.gateway.console.plan_watch import PlanWatch
 from services.gateway.console.shape import load_document, plan_document, schedule_document

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from services.common.boundaries import task_is_cancelled
 from services.common.errors import FailedPrecondition, TokaError, Unavailable
+from services.common.rpc.channel import task_is_cancelled
 from services.common.rpc.fan_out import send_to_all
 from services.common.rpc.status import from_rpc_error
 from services.gateway.engine.fleet import Fleet

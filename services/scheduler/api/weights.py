@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import structlog
 
-from services.common.boundaries import task_is_cancelled, undo_on_error_async
+from services.common.boundaries import undo_on_error_async
 from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
+from services.common.rpc.channel import task_is_cancelled
 from services.scheduler.api.hub import Hub
 from services.scheduler.core.request import PauseMode
 from services.scheduler.workers.link import WorkerLink
