@@ -16,7 +16,8 @@ from services.common.model.json_object import read_json
 from services.worker.boot import compilation
 from services.worker.boot.common import boot
 from services.worker.described.foreign import choose_implementation
-from tests.foreign_models import ARCHITECTURES, make_foreign_checkpoint
+from services.worker.models.foreign.skeleton import make_skeleton
+from tests.foreign_models import ARCHITECTURES, make_foreign_checkpoint, make_foreign_config
 from tests.worker.driver import Driver, admission, batch
 
 PAGE, TOKENS = 16, 12
@@ -346,3 +347,11 @@ def test_the_context_of_an_older_config_is_found(foreign):
     described, _ = choose_implementation(read_json(foreign("gpt2") / "config.json"), WorkerConfig())
     assert described.max_context_tokens == 256
     assert (len(described.layers), described.heads, described.hidden_size) == (3, 4, 64)
+
+
+def test_padding_is_not_searched_for():
+    """The host would wait for the device, so there could be no CUDA graphs."""
+    config = make_foreign_config("gpt2", pad_token_id=1)
+    skeleton = make_skeleton(config.to_dict(), "GPT2LMHeadModel", torch.float32)
+    values_unknown = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    skeleton.transformer.warn_if_padding_and_no_attention_mask(values_unknown, None)

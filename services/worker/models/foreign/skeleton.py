@@ -54,6 +54,9 @@ def make_skeleton(config: Mapping[str, Any], architecture: str, dtype: torch.dty
             field="model",
         ) from errors[0]
     _keep_precision(model, dtype)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = _look_for_no_padding
     return model.eval().requires_grad_(False)
 
 
@@ -87,6 +90,10 @@ def _keep_precision(model: Any, dtype: torch.dtype) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if any(each in f"{module_name}.{name}" for each in kept):
                 setattr(module, name, nn.Parameter(parameter.float(), requires_grad=False))
+
+
+def _look_for_no_padding(*_: Any) -> None:
+    """Replace a search for padding in the input ids. The host would wait for it, and batches have no padding."""
 
 
 def refuse(architecture: str, reason: str, cause: BaseException | None = None) -> NoReturn:
