@@ -12,6 +12,7 @@ import pytest
 
 from bench.server import Server, serve
 from tests.checkpoints import make_checkpoint
+from tests.e2e.samples import random_prompt
 from tests.gateway.deployment import eventually
 
 pytestmark = pytest.mark.slow
@@ -27,8 +28,9 @@ async def answers(server: Server, count: int = 24) -> list:
     found = []
     async with openai.AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="none", timeout=TIMEOUT_S) as client:
         for number in range(count):
+            prompt = random_prompt(28 + 8 * (number % 24), 400, number)
             answer = await client.completions.create(
-                model=server.model, prompt=list(range(2 + number, 30 + 9 * number)), max_tokens=20, logprobs=2,
+                model=server.model, prompt=prompt, max_tokens=20, logprobs=2,
                 seed=number, temperature=number % 2, extra_body={"ignore_eos": True, "return_token_ids": True},
             )  # fmt: skip
             choice = answer.choices[0]
