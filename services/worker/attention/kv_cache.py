@@ -1,12 +1,16 @@
 """The paged KV cache."""
 
 import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from services.common.errors import InvalidRequest
 from services.worker.layers.fp8 import FP8
+
+# Returns a tensor of zeros of a shape and a dtype.
+Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 
 class KvCache:
@@ -29,11 +33,14 @@ class KvCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        allocate: Allocate | None = None,
     ) -> None:
+        """``allocate`` makes the tensors on ``device``. Raises ``InvalidRequest`` if there is too little memory."""
+        allocate = allocate or (lambda shape, dtype: _zeros(shape, dtype, device))
         self.page_count, self.page_size = page_count, page_size
         shape = (layers, page_count, kv_heads, page_size, head_dim)
         try:
-            self.all_keys, self.all_values = _zeros(shape, dtype, device), _zeros(shape, dtype, device)
+            self.all_keys, self.all_values = allocate(shape, dtype), allocate(shape, dtype)
         except (MemoryError, torch.OutOfMemoryError) as error:
             gib = 2 * math.prod(shape) * dtype.itemsize / 2**30
             raise InvalidRequest(
@@ -41,7 +48,7 @@ class KvCache:
                 " does not have; lower it",
                 field="kv_cache_num_tokens",
             ) from error
-        self.tokens = _zeros((page_count, page_size), torch.int32, device)
+        self.tokens = allocate((page_count, page_size), torch.int32)
         self.keys, self.values = list(self.all_keys), list(self.all_values)
 
     def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
@@ -55,7 +62,7 @@ class KvCache:
         self.tokens[targets] = self.tokens[sources]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # numpy.zeros allocates memory lazily, while torch.zeros writes all of it.

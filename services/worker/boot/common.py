@@ -18,6 +18,8 @@ from services.common.errors import InvalidRequest
 from services.common.host import resources as host
 from services.common.model import files as model_files
 from services.common.plan.types import Admission, Batch, Plan, WorkerLimits
+from services.worker.arena.memory import ModelMemory
+from services.worker.arena.tensor_arena import TensorArena
 from services.worker.attention import flashinfer_spans
 from services.worker.attention.factory import make_attention
 from services.worker.attention.kv_cache import KvCache
@@ -86,6 +88,8 @@ class Loaded(NamedTuple):
     source: ModelSource
     model: RankModel
     directory: Path
+    dummy: bool  # the weights are random, and not those in the directory
+    memory: ModelMemory | None  # None = the worker cannot sleep
 
 
 class RunnerParts(NamedTuple):
@@ -95,6 +99,7 @@ class RunnerParts(NamedTuple):
     model: RankModel
     group: RankGroup | None = None  # None = one rank
     grammars: SlotGrammars | None = None  # None = a rank of the replica does not support them
+    arena: TensorArena | None = None  # of the KV cache; None = the cache is never given back
 
 
 def boot(
@@ -160,7 +165,8 @@ def boot(
         if device.type == "cuda":
             chosen, choices = disable_uncapturable_graphs(config.use_cudagraphs, chosen, choices, model)
         log.info("weights loaded", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
-        parts = RunnerParts(chosen, model, group, _load_grammars(config, card, group))
+        memory, cache_arena = _move_weights(source, model)
+        parts = RunnerParts(chosen, model, group, _load_grammars(config, card, group), cache_arena)
         if chosen.torch_compile:
             compile_model(model)
         with refusing_what_cannot_be_compiled() if chosen.torch_compile else contextlib.nullcontext():
@@ -180,7 +186,7 @@ def boot(
     if not (ranks.tp_rank or ranks.pp_rank or config.dp_rank):
         log.info("settings", device=facts.name, **{each.name: each.value for each in choices})
     load = ExpertLoad.of(model)
-    loaded = Loaded(source, model, card.directory)
+    loaded = Loaded(source, model, card.directory, config.load_format == "dummy", memory)
     return Booted(runner, card.name, str(device), _name(dtype), ranks, group, load, loaded, choices)
 
 
@@ -232,8 +238,20 @@ def make_limits(
     )
 
 
-def make_cache(config: WorkerConfig, model: RankModel, page_count: int) -> KvCache:
-    """Return a KV cache for ``model``, on its device."""
+def _move_weights(source: ModelSource, model: RankModel) -> tuple[ModelMemory | None, TensorArena | None]:
+    """Move the weights into an arena. Return the memory that can sleep, and the arena of the KV cache.
+
+    Both are None if ``source`` cannot write the weights again.
+    """
+    if not source.replaces_weights:
+        return None, None
+    weights, cache = TensorArena(model.device), TensorArena(model.device)
+    weights.adopt(model.state_dict(keep_vars=True).values())
+    return ModelMemory(weights, cache), cache
+
+
+def make_cache(config: WorkerConfig, model: RankModel, page_count: int, arena: TensorArena | None = None) -> KvCache:
+    """Return a KV cache for ``model``, on its device. ``arena`` is where its memory is from, or None."""
     local = model.local
     return KvCache(
         layers=len(local.layers),
@@ -243,6 +261,7 @@ def make_cache(config: WorkerConfig, model: RankModel, page_count: int) -> KvCac
         head_dim=local.head_dim,
         dtype=cache_dtype(config, model.dtype),
         device=model.device,
+        allocate=None if arena is None else arena.zeros,
     )
 
 
@@ -255,9 +274,9 @@ def _make_cpu_runner(parts: RunnerParts, threads: ShardThreads) -> StepRunner:
     """Return a runner for a CPU that has run every kind of step, together with the other ranks."""
     from services.worker.models.fused_cpu import FusedDecoder, supports  # loads numba
 
-    config, model, group, grammars = parts
+    config, model, group, grammars, arena = parts
     page_count = cast(int, config.page_count)  # ``choose`` replaces ``auto`` on CPUs
-    cache = make_cache(config, model, page_count)
+    cache = make_cache(config, model, page_count, arena)
     attention = make_attention(cache, model.local.heads, model.attention_layers(), compiled=config.torch_compile)
     fused = FusedDecoder(model, cache) if supports(model) else None
     micro_batches = _MAX_MICRO_BATCHES if model.ranks.pp_size > 1 else 1

@@ -55,7 +55,7 @@ def make_runner(parts: RunnerParts, progress: BootProgress | None = None) -> Cud
     All ranks of the group must call this. They run the same steps, because these depend only on the flags. Raises
     ``InvalidRequest`` if the cache does not fit, with the size that does.
     """
-    config, model, group, _ = parts
+    config, model, group, _, arena = parts
     progress = progress or BootProgress()
     device = model.device
     exchanges = _exchanges(parts)
@@ -76,7 +76,7 @@ def make_runner(parts: RunnerParts, progress: BootProgress | None = None) -> Cud
         raise InvalidRequest(_advice(config, free, peak + tables, graphs, fitting), field="kv_cache_num_tokens")
     pages = fitting if wanted is None else wanted
     try:
-        cache = make_cache(config, model, pages)
+        cache = make_cache(config, model, pages, arena)
         runner = assemble(parts, cache, exchanges)
         with progress.phase("rehearsal"):
             rehearse(runner, parts, exchanges, progress)
@@ -95,7 +95,7 @@ def _exchanges(parts: RunnerParts) -> Exchanges:
 
     Raises ``InvalidRequest`` if ``async_tp_threshold`` is set and products cannot overlap with the exchange.
     """
-    config, model, group, _ = parts
+    config, model, group = parts.config, parts.model, parts.group
     if group is None:
         return make_exchanges(ALONE, 1)
     wanted = config.async_tp_threshold
@@ -237,7 +237,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def assemble(parts: RunnerParts, cache: KvCache, exchanges: Exchanges) -> CudaRunner:
     """Return a runner over ``cache`` that has run no step yet."""
-    config, model, group, grammars = parts
+    config, model, group, grammars, _ = parts
     micro_batches = _MAX_MICRO_BATCHES if model.ranks.pp_size > 1 else 1
     more: dict[str, Any] = {"max_micro_batches": micro_batches, "grammars": grammars is not None}
     limits = make_limits(config, model, cache.page_count, hydragen=True, **more)

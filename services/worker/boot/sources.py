@@ -37,6 +37,8 @@ class _Choice(NamedTuple):
 class NativeSource(ModelSource):
     """A directory with a model of an architecture in the registry."""
 
+    replaces_weights = True
+
     def __init__(self, directory: Path, described: ModelConfig) -> None:
         self._directory, self.described = directory, described
 

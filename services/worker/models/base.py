@@ -95,6 +95,7 @@ class ModelSource(ABC):
     """The files of a model and the code that computes it, from which the boot makes a ``RankModel``."""
 
     described: ModelConfig
+    replaces_weights = False  # has ``stage``, ``check_upload`` and ``apply``
 
     @abstractmethod
     def check(self) -> None:
