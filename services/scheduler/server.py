@@ -26,6 +26,7 @@ from services.scheduler.api.metrics import SchedulerMetrics
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.send_timeout import SendTimeout
 from services.scheduler.api.servicer import SchedulerServicer
+from services.scheduler.api.sleep import Sleeps
 from services.scheduler.api.weights import WeightUpdates
 from services.scheduler.core.memory.hydragen import HydragenPolicy
 from services.scheduler.core.policy import Policy
@@ -127,8 +128,9 @@ class SchedulerServer:
         self._grammar_checker = GrammarChecker(config.tokenizer or str(card.directory), card.eos_token_ids)
         send_timeout = SendTimeout(config.slow_client_seconds)
         updates = WeightUpdates(self._hub, self._link, Uploader(config.worker_addresses, dialer))
+        sleeps = Sleeps(self._hub, self._link, updates.committing)
         servicer = SchedulerServicer(
-            self._hub, self.model, self._grammar_checker, updates, self.scheduler_id, send_timeout, access
+            self._hub, self.model, self._grammar_checker, updates, sleeps, self.scheduler_id, send_timeout, access
         )
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, self._rpc.grpc_server)
         self.address = await self._rpc.start(config.scheduler_listen)

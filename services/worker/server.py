@@ -23,13 +23,14 @@ from services.worker.boot.compilation import kernel_compilations, recompilations
 from services.worker.boot.precompile.background import KernelCompiler
 from services.worker.boot.progress import BootProgress
 from services.worker.engine.engine import Engine
+from services.worker.engine.sleep import Sleeper
 from services.worker.engine.weights import ModelWeights
 from services.worker.metrics import WorkerMetrics
 from services.worker.parallel.errors import ParallelError
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
 SERVICE = "tokasaurus.worker.v1.WorkerService"
-CONTRACT_VERSION = "2.3"
+CONTRACT_VERSION = "2.4"
 MAX_PLANS_IN_FLIGHT = 16
 STOP_GRACE_S = 5.0
 
@@ -94,6 +95,7 @@ async def _serve(
         if made.loaded is not None:
             directories = config.weight_directories
             servicer.weights = ModelWeights(made.loaded, made.runner, engine.run_alone, directories, address)
+            servicer.sleeper = Sleeper.of(made.loaded, made.runner, servicer.weights, engine)
         servicer.info = info  # from now on, streams are accepted
         watch = asyncio.create_task(_watch(engine, server, config.step_deadline))
         await asyncio.wait((ended, stopping, watch), return_when=asyncio.FIRST_COMPLETED)

@@ -42,6 +42,7 @@ class FakeShape:
     grammars: bool = True  # of the built-in model's tokenizer
     processed_logprobs: bool = True
     thinking_budgets: bool = True
+    sleeps: bool = True
     window_tokens: int = 0
     tp_rank: int = 0
     tp_size: int = 1
@@ -71,7 +72,7 @@ class FakeShape:
             hydragen=bool(self.hydragen and not self.window_tokens), max_micro_batches=self.max_micro_batches,
             prompt_logprobs=bool(self.prompt_logprobs), grammars=bool(self.grammars),
             processed_logprobs=bool(self.processed_logprobs), thinking_budgets=bool(self.thinking_budgets),
-            window_tokens=self.window_tokens,
+            window_tokens=self.window_tokens, sleeps=bool(self.sleeps),
             tensor_parallel=worker_pb2.Rank(rank=self.tp_rank, size=self.tp_size),
             pipeline_parallel=worker_pb2.Rank(rank=self.pp_rank, size=self.pp_size), device="fake", dtype="float32",
         )  # fmt: skip

@@ -21,6 +21,7 @@ import grpc
 
 from services.common.config import WorkerConfig
 from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
+from services.common.memory_parts import MemoryPart, Parts, check_level, read_parts, write_parts
 from services.common.plan.result import Timing
 from services.common.process.tracing import Tracing
 from services.common.rpc.server import RpcServer
@@ -28,7 +29,7 @@ from services.worker.engine.traces import PrefillTraces
 from tests.fakes.model import FakeModel, FakeShape, Script, Violation, parrot_script, reply_script
 from tests.fakes.uploads import FakeUploads
 from tokasaurus.common.v1 import weights_pb2
-from tokasaurus.worker.v1 import plan_pb2, worker_pb2, worker_pb2_grpc
+from tokasaurus.worker.v1 import plan_pb2, sleep_pb2, worker_pb2, worker_pb2_grpc
 from tokasaurus.worker.v1 import weights_pb2 as worker_weights_pb2
 
 SERVICE = "tokasaurus.worker.v1.WorkerService"
@@ -77,6 +78,9 @@ class FakeWorker(FakeUploads, worker_pb2_grpc.WorkerServiceServicer):
         self.on_stage: Callable[[], Awaitable[object] | None] = lambda: None  # called before the files are read
         self.on_discard: Callable[[], None] = lambda: None
         self.on_commit: Callable[[], Awaitable[object] | None] = lambda: None  # called before the weights are written
+        self.asleep: Parts = frozenset()
+        self.on_sleep: Callable[[], Awaitable[object] | None] = lambda: None  # called before it falls asleep
+        self.on_wake: Callable[[], Awaitable[object] | None] = lambda: None  # called before it wakes
         self.asked = 0  # calls of GetWorkerInfo
         self._loading = False
         self._open = asyncio.Event()  # answers go out while it is set
@@ -114,7 +118,7 @@ class FakeWorker(FakeUploads, worker_pb2_grpc.WorkerServiceServicer):
     def crash(self) -> None:
         """End the stream without a word and forget everything, as a process that died and came back."""
         self.incarnation_id = uuid.uuid4().hex
-        self.weights, self.staged = weights_pb2.Weights(), None
+        self.weights, self.staged, self.asleep = weights_pb2.Weights(), None, frozenset()
         if self._end is not None and not self._end.done():
             self._end.set_exception(Unavailable("the fake worker crashed"))
 
@@ -147,6 +151,7 @@ class FakeWorker(FakeUploads, worker_pb2_grpc.WorkerServiceServicer):
             raise Unavailable("the model is still loading")
         info = self.shape.worker_info(self.incarnation_id)
         info.weights.CopyFrom(self.weights)
+        info.asleep.extend(write_parts(self.asleep))
         return worker_pb2.GetWorkerInfoResponse(info=info)
 
     async def StageWeights(self, request, context):
@@ -188,6 +193,22 @@ class FakeWorker(FakeUploads, worker_pb2_grpc.WorkerServiceServicer):
         if request.checksums:
             response.checksums.add(name="norm", blake2b=f"{self.weights.fingerprint:032x}")
         return response
+
+    async def Sleep(self, request, context):
+        check_level(request.level)
+        if (waiting := self.on_sleep()) is not None:
+            await waiting
+        given = read_parts(request.parts) - self.asleep
+        self.asleep |= given
+        if MemoryPart.KV_CACHE in given:
+            self.model.checker.kv[:] = 0
+        return sleep_pb2.SleepResponse(released_bytes=1000 * len(given))
+
+    async def Wake(self, request, context):
+        if (waiting := self.on_wake()) is not None:
+            await waiting
+        self.asleep -= read_parts(request.parts)
+        return sleep_pb2.WakeResponse()
 
     def _content(self, request: worker_weights_pb2.StageWeightsRequest) -> int | None:
         """Return the number of the weights to stage, or None. The number of an upload is its first byte."""
@@ -287,6 +308,8 @@ class FakeWorker(FakeUploads, worker_pb2_grpc.WorkerServiceServicer):
             if not self._permits:
                 self._open.clear()
         begun = time.perf_counter()
+        if self.asleep:
+            raise Violation(f"plan {plan.step} during a sleep", step=plan.step)
         result = self.model.apply(plan)
         if self.step_s:
             lasts_s = self.step_s + self.token_s * int(self.model.checker.last.batch.token_counts.sum())

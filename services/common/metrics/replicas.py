@@ -63,6 +63,11 @@ _GAUGES = (
     ),
     _Figure("toka_plans_ahead", "Limit of plans in flight", lambda load: load.plans_ahead),
     _Figure("toka_paused", "1 if the scheduler is paused, else 0", lambda load: load.paused),
+    _Figure(
+        "toka_sleeping",
+        "1 if the scheduler's workers are asleep, in whole or in part, else 0",
+        lambda load: load.asleep,
+    ),
     _Figure("toka_step_seconds", "Recent duration of a model step", lambda load: load.step_ns * 1e-9),
 )
 _COUNTERS = (

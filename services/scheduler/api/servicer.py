@@ -11,6 +11,7 @@ import structlog
 
 from services.common.errors import FailedPrecondition, InvalidRequest, NotFound, Unavailable
 from services.common.keys import Key
+from services.common.memory_parts import check_level, read_parts
 from services.common.packed import fill, read_fixed32
 from services.common.rpc.interceptor import AnyContext
 from services.scheduler.api.access import Access
@@ -21,6 +22,7 @@ from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import check_tokens, encode_chat, encode_text
 from services.scheduler.api.send_timeout import SendTimeout
 from services.scheduler.api.session import SessionStream
+from services.scheduler.api.sleep import Sleeps
 from services.scheduler.api.spending import Spending
 from services.scheduler.api.validation import read_message
 from services.scheduler.api.weights import VERSION_CHARACTERS, WeightUpdates
@@ -33,7 +35,14 @@ from services.scheduler.core.state import State
 from services.scheduler.engine import pauses
 from services.scheduler.grammar.checker import GrammarChecker
 from services.scheduler.grammar.message import name_of
-from tokasaurus.scheduler.v1 import control_pb2, generate_pb2, observe_pb2, scheduler_pb2_grpc, session_pb2
+from tokasaurus.scheduler.v1 import (
+    control_pb2,
+    generate_pb2,
+    observe_pb2,
+    scheduler_pb2_grpc,
+    session_pb2,
+    sleep_pb2,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -52,6 +61,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         model: ServedModel,
         grammar_checker: GrammarChecker,
         updates: WeightUpdates,
+        sleeps: Sleeps,
         scheduler_id: str,
         send_timeout: SendTimeout,
         access: Access | None = None,
@@ -59,7 +69,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._hub = hub
         self._model = model
         self._grammar_checker = grammar_checker
-        self._updates = updates
+        self._updates, self._sleeps = updates, sleeps
         self._scheduler_id = scheduler_id
         self._send_timeout = send_timeout
         self._access = access or Access()
@@ -222,6 +232,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: control_pb2.GetWeightsRequest, context: AnyContext
     ) -> control_pb2.GetWeightsResponse:
         return await self._updates.read(checksums=request.checksums)
+
+    async def Sleep(self, request: sleep_pb2.SleepRequest, context: AnyContext) -> sleep_pb2.SleepResponse:
+        level = request.level if request.HasField("level") else 1
+        check_level(level)
+        return await self._sleeps.sleep(read_parts(request.parts), level, _read_mode(request.mode))
+
+    async def Wake(self, request: sleep_pb2.WakeRequest, context: AnyContext) -> sleep_pb2.WakeResponse:
+        return await self._sleeps.wake(read_parts(request.parts))
 
     async def WatchPlans(
         self, request: observe_pb2.WatchPlansRequest, context: AnyContext

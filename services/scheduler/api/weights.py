@@ -10,6 +10,7 @@ import structlog
 
 from services.common.boundaries import undo_on_error_async
 from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
+from services.common.memory_parts import MemoryPart
 from services.common.rpc.channel import task_is_cancelled
 from services.scheduler.api.hub import Hub
 from services.scheduler.core.request import PauseMode
@@ -201,6 +202,8 @@ class WeightUpdates:
         """Write staged weights on all workers, while the core is paused."""
         if not await self._hub.ask(lambda core: core.is_paused):
             raise FailedPrecondition("generation was resumed before the commit; stage the update again")
+        if self._link.sleep is not None and MemoryPart.WEIGHTS in self._link.sleep.parts:
+            raise FailedPrecondition("the weights are asleep; wake them, and stage the update again")
         if self._link.stream is not staged.stream:
             raise Unavailable("a worker was lost after the update was staged; stage it again")
         staged.commit_sent = True

@@ -59,8 +59,8 @@ class Scheduler:
 
     # -- the worker
 
-    def attach(self, shape: WorkerLimits) -> None:
-        """Attach a new worker. Samples that cannot run on it end with an error."""
+    def attach(self, shape: WorkerLimits, *, asleep: bool = False) -> None:
+        """Attach a new worker, which may be ``asleep``. Samples that cannot run on it end with an error."""
         state = self.state
         state.attach(shape)
         self._planner = Planner(state, self._lifecycle, self._admission)
@@ -70,6 +70,8 @@ class Scheduler:
                 error = Internal("the worker came back smaller than the one that accepted this request; send it again")
                 self._lifecycle.end([sample], FinishReason.ERROR, error)
         self.quarantine.worker_attached(self._intake.canary)
+        if asleep:
+            self.sleep()
 
     def detach(self) -> None:
         """Detach the lost worker. Running samples go back to the head of the queue, with their tokens."""
@@ -175,18 +177,35 @@ class Scheduler:
 
     @property
     def is_paused(self) -> bool:
-        """True if a pause has begun: no plan is in flight, and none is made before ``resume``."""
+        """True if a pause or a sleep has begun: no plan is in flight, and none is made before its end."""
         return self._makes_no_plan and not self._pending
 
     @property
     def _makes_no_plan(self) -> bool:
-        """True if a pause forbids plans. With ``WAIT``, it does so once the requests accepted before have finished."""
+        """True if a sleep or a pause forbids plans.
+
+        A pause with ``WAIT`` does so once the requests accepted before have finished.
+        """
         queue = self.state.queue
-        if queue.pause is None:
-            return False
+        if queue.asleep or queue.pause is None:
+            return queue.asleep
         before = queue.waiting.admitted_before
         oldest = next(iter(queue.requests.values()), None)  # requests are in order of arrival
         return before is None or oldest is None or oldest.samples[0].arrival >= before
+
+    def sleep(self) -> None:
+        """Stop to plan until ``wake``, whether paused or not. All tokens are computed again later.
+
+        A pause must have begun, or the core must be asleep.
+        """
+        self.state.queue.asleep = True
+        if self.state.attached:
+            self._lifecycle.preempt_all()
+            self.reset_prefix_cache()
+
+    def wake(self) -> None:
+        """Plan again, unless the core is paused."""
+        self.state.queue.asleep = False
 
     def reset_prefix_cache(self) -> int:
         """Let no sample that is admitted later use pages that are computed now.

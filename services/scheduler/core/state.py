@@ -31,6 +31,7 @@ class Queue:
         self.first: list[Sample] = []  # waiting samples for which others were preempted; served next
         self.quarantined: list[Sample] | None = None  # if not None, only these run; set by ``Quarantine``
         self.pause: PauseMode | None = None  # None if the scheduler is not paused
+        self.asleep = False  # the worker has no memory for weights or KV cache
         self.weights_version = ""  # of the worker; empty: those of its start
         self.requests: dict[str, Request] = {}  # unfinished requests, by id
         self.broken: dict[Request, Exception] = {}  # requests with an unexpected error, to be ended

@@ -20,6 +20,7 @@ def read_load(
         ready=not not_ready_reason,
         not_ready_reason=not_ready_reason,
         paused=queue.pause is not None,
+        asleep=queue.asleep,
         steps_by_tokens=queue.steps_by_tokens,
         counters=observe_pb2.Counters(**vars(queue.counters)),
     )

@@ -20,6 +20,7 @@ from services.common.rpc.channel import PLAIN, Dialer
 from services.scheduler.workers import heartbeat
 from services.scheduler.workers.heartbeat import WorkerHeartbeat
 from services.scheduler.workers.replica import Unready, is_reporter, merge_infos
+from services.scheduler.workers.sleep import Sleep, settle
 from services.scheduler.workers.stream import RankStream, ReceivedResult, WorkerEvents, WorkerStream
 from services.scheduler.workers.weights import WorkerWeights, restore
 from tokasaurus.common.v1 import weights_pb2
@@ -75,6 +76,7 @@ class WorkerLink:
         self._weights: WorkerWeights | None = None  # of the last connection
         self.stream: WorkerStream | None = None  # the current one
         self.committed = weights_pb2.Weights()  # the last known weights of the workers
+        self.sleep: Sleep | None = None  # of all workers; None before the first connection
         self._thread = threading.Thread(target=self._run, name="worker-link", daemon=True)
 
     def start(self) -> None:
@@ -156,12 +158,14 @@ class WorkerLink:
                 if self._stopping.is_set():
                     weights.close()
                 self.committed = restore(weights, infos, self.committed)
-                stream = WorkerStream(info, plans, ranks, self._events, weights, self.committed.version)
+                self.sleep = settle(weights, infos, self.sleep)
+                version, asleep = self.committed.version, bool(self.sleep.parts)
+                stream = WorkerStream(info, plans, ranks, self._events, weights, version, asleep=asleep)
                 heartbeats = [WorkerHeartbeat(address, channel, self._dialer) for address, channel in opened.items()]
                 reason = self._run_streams(stream, stubs, _Reports(heartbeats))
             except Unready as error:
                 reason = str(error)
-            except TokaError as error:  # the weights cannot be restored
+            except TokaError as error:  # the weights cannot be restored, or a worker cannot be put to sleep
                 reason = error.message
             except grpc.FutureCancelledError:
                 reason = "stopping"
@@ -266,9 +270,10 @@ class WorkerLink:
 
     def _serve(self, stream: WorkerStream, reports: "_Reports") -> str:
         """Block until a stream ends. Return the reason."""
-        self.stream, self._served, self._last_reason = stream, True, ""
+        self._served, self._last_reason = True, ""
         log.info("worker connected", addresses=",".join(self._addresses), incarnation=stream.info.incarnation_id)
         self._events.worker_connected(stream)
+        self.stream = stream  # a caller that sees it comes after the event
         while (ended := reports.get()[1]) is None:  # ignore a repeated ready
             pass
         return _reason(ended)

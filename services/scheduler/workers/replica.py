@@ -18,6 +18,7 @@ _LEAST = (
     "prompt_logprobs",
     "processed_logprobs",
     "thinking_budgets",
+    "sleeps",
 )
 
 

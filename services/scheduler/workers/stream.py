@@ -97,10 +97,12 @@ class WorkerStream:
         events: WorkerEvents,
         weights: WorkerWeights,
         weights_version: str,
+        *,
+        asleep: bool = False,
     ) -> None:
-        """``weights_version`` is that of all workers at the start of the stream."""
+        """``weights_version`` and ``asleep`` are those of all workers at the start of the stream."""
         self.info, self.plans_in_flight, self.ranks = info, plans_in_flight, ranks
-        self.weights, self.weights_version = weights, weights_version
+        self.weights, self.weights_version, self.asleep = weights, weights_version, asleep
         self._events = events
         self._sending = threading.Lock()  # so that every rank gets the same plans
         self._finished = False  # protected by ``_sending``

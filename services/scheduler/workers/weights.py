@@ -52,7 +52,7 @@ class WorkerWeights:
         """
         request = worker_weights_pb2.StageWeightsRequest(**update._asdict())
         try:
-            staged = self._call(lambda stub: stub.StageWeights, request, _STAGE_TIMEOUT_S)
+            staged = self.call(lambda stub: stub.StageWeights, request, _STAGE_TIMEOUT_S)
             if len({each.fingerprint for each in staged.values()}) > 1:
                 raise FailedPrecondition(
                     f"the workers {', '.join(staged)} read different weights in {update.directory or 'their uploads'}:"
@@ -70,7 +70,7 @@ class WorkerWeights:
         Raises ``TokaError``. Then workers may have different weights, and a new connection makes them equal.
         """
         request = worker_weights_pb2.CommitWeightsRequest(update_id=update_id)
-        committed = self._call(lambda stub: stub.CommitWeights, request, _COMMIT_TIMEOUT_S)
+        committed = self.call(lambda stub: stub.CommitWeights, request, _COMMIT_TIMEOUT_S)
         weights: weights_pb2.Weights = next(iter(committed.values())).weights
         return weights
 
@@ -107,10 +107,13 @@ class WorkerWeights:
     def read(self, *, checksums: bool) -> dict[str, worker_weights_pb2.GetWeightsResponse]:
         """Return the weights of each worker by address. Raises ``TokaError``."""
         request = worker_weights_pb2.GetWeightsRequest(checksums=checksums)
-        return self._call(lambda stub: stub.GetWeights, request, _CHECKSUMS_TIMEOUT_S if checksums else _TIMEOUT_S)
+        return self.call(lambda stub: stub.GetWeights, request, _CHECKSUMS_TIMEOUT_S if checksums else _TIMEOUT_S)
 
-    def _call(self, method: Callable[[Any], Callable[..., Any]], request: object, timeout_s: float) -> dict[str, Any]:
-        """Return the response of each worker by address. Raises the first error, with the address of its worker."""
+    def call(self, method: Callable[[Any], Callable[..., Any]], request: object, timeout_s: float) -> dict[str, Any]:
+        """Send ``request`` to each worker. Return the responses by address.
+
+        Raises the first error, with the address of its worker.
+        """
         responses, error = self._gather(method, request, timeout_s)
         if error is not None:
             raise error

@@ -9,13 +9,15 @@ import structlog
 
 from services.common.boundaries import errors_to, undo_on_error
 from services.common.errors import Cancelled, FailedPrecondition, InvalidRequest, TokaError, Unavailable
+from services.common.memory_parts import check_level, read_parts, write_parts
 from services.worker.api.stream import Stream, Superseded
 from services.worker.api.upload import read_chunks, read_header, read_tensors
 from services.worker.engine.engine import Engine
+from services.worker.engine.sleep import Sleeper
 from services.worker.engine.weights import ModelWeights
 from tokasaurus.common.v1 import weights_pb2
+from tokasaurus.worker.v1 import sleep_pb2, worker_pb2, worker_pb2_grpc
 from tokasaurus.worker.v1 import weights_pb2 as worker_weights_pb2
-from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
@@ -26,6 +28,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, engine: Engine) -> None:
         self.info: worker_pb2.WorkerInfo | None = None
         self.weights: ModelWeights | None = None  # set before ``info``; None if the worker cannot replace its weights
+        self.sleeper: Sleeper | None = None  # set before ``info``; None if the worker cannot sleep
         self._engine = engine
         self._lock = threading.Lock()  # protects the following fields and the ``closed`` of every stream
         self._current: Stream | None = None
@@ -38,6 +41,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         response = worker_pb2.GetWorkerInfoResponse(info=self._ready_info())
         if self.weights is not None:
             response.info.weights.CopyFrom(weights_pb2.Weights(**self.weights.settled_version()._asdict()))
+        if self.sleeper is not None:
+            response.info.sleeps = True
+            response.info.asleep.extend(write_parts(self.sleeper.settled_parts()))
         return response
 
     def RunSteps(
@@ -118,6 +124,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise
         return worker_weights_pb2.UploadWeightsResponse()
 
+    def Sleep(self, request: sleep_pb2.SleepRequest, context: grpc.ServicerContext) -> sleep_pb2.SleepResponse:
+        check_level(request.level)
+        released = self._ready_sleeper().sleep(read_parts(request.parts), request.level)
+        return sleep_pb2.SleepResponse(released_bytes=released)
+
+    def Wake(self, request: sleep_pb2.WakeRequest, context: grpc.ServicerContext) -> sleep_pb2.WakeResponse:
+        self._ready_sleeper().wake(read_parts(request.parts))
+        return sleep_pb2.WakeResponse()
+
     def fail(self, error: TokaError) -> None:
         """End the open stream with ``error``, because the engine will send no more results."""
         with self._lock:
@@ -143,6 +158,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if self.weights is None:
             raise FailedPrecondition("this worker cannot replace its weights")
         return self.weights
+
+    def _ready_sleeper(self) -> Sleeper:
+        self._ready_info()
+        if self.sleeper is None:
+            raise FailedPrecondition("a worker whose model runs through transformers cannot sleep")
+        return self.sleeper
 
     def _refuse_when_draining(self) -> None:
         if self._draining:

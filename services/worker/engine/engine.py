@@ -54,6 +54,7 @@ class Engine:
         self._sender: Client | None = None  # the client whose plans are accepted
         self._received = 0  # plans of the sender
         self._client: Client | None = None  # the client whose plans run; used by the compute thread
+        self.asleep = False  # plans are refused; used by the compute thread
         self._runner: Runner  # set by the boot; used by the compute thread
         self._group: RankGroup | None = None  # None if the replica has one rank
         self.totals = StepTotals()
@@ -220,6 +221,8 @@ class Engine:
         if self._client is not client or (client.closed and self._group is None):
             return
         try:
+            if self.asleep:
+                raise FailedPrecondition("the worker is asleep; wake it first")
             plan = decode_plan(message)
             decoded_ns = time.perf_counter_ns() - started_ns
             step = self._runner.start(plan)

@@ -12,6 +12,7 @@ import structlog
 import torch
 
 from services.common.errors import FailedPrecondition, Internal, InvalidRequest, PermissionDenied, Unavailable
+from services.common.memory_parts import MemoryPart
 from services.common.model.checkpoint_files import StoredTensor
 from services.worker.boot.common import Loaded
 from services.worker.engine.uploads import Uploads
@@ -65,7 +66,7 @@ class ModelWeights:
         self._loaded, self._runner, self._run_alone = loaded, runner, run_alone
         self._directories = [Path(each).expanduser().resolve() for each in directories]
         self._uploads = Uploads(self._directories[0], address) if self._directories else None
-        self._changing = threading.Lock()  # held while tensors are read or written
+        self.changing = threading.Lock()  # held while tensors are read or written, given back or taken again
         self._writing = threading.Lock()  # held from the first written tensor until ``version`` is that of the tensors
         self._staged: _Update | None = None
         self.version = WeightsVersion("", str(loaded.directory))
@@ -77,7 +78,7 @@ class ModelWeights:
         """
         if not update_id or not version or len(version) > _VERSION_CHARACTERS:
             raise InvalidRequest(f"expected 1 to {_VERSION_CHARACTERS} characters", field="version")
-        with self._changing:
+        with self.changing:
             self._staged = None
             path = directory or str(self.uploads.find(update_id))
             try:
@@ -91,18 +92,21 @@ class ModelWeights:
     def commit(self, update_id: str) -> WeightsVersion:
         """Write the staged weights over the present ones, between two steps.
 
-        Raises ``FailedPrecondition`` if the update is not staged, ``Unavailable`` if the worker ends before it is
-        written, and ``Internal`` if the worker must end.
+        Raises ``FailedPrecondition`` if the update is not staged or the weights are asleep, ``Unavailable`` if the
+        worker ends before it is written, and ``Internal`` if the worker must end.
         """
-        with self._changing:
+        with self.changing:
             update, self._staged = self._staged, None
             if update is None or update.update_id != update_id:
                 self._staged = update
                 raise FailedPrecondition(f"the update {update_id!r} is not staged; stage it again")
+            self._check_awake()
 
             def write() -> None:
                 self._loaded.source.apply(update.staged, self._loaded.model)
                 self._runner.weights_changed()
+                if self._loaded.memory is not None:
+                    self._loaded.memory.replaced()
 
             with self._writing:
                 try:
@@ -120,7 +124,7 @@ class ModelWeights:
 
     def discard(self, update_id: str, *, remove_upload: bool = False) -> None:
         """Forget a staged update. With ``remove_upload``, also remove its upload, unless it is committed."""
-        with self._changing:
+        with self.changing:
             if self._staged is not None and self._staged.update_id == update_id:
                 self._staged = None
             if remove_upload and self._uploads is not None and update_id != self.version.update_id:
@@ -151,10 +155,20 @@ class ModelWeights:
             self._uploads.keep_only(self.settled_version().update_id)
 
     def checksums(self) -> tuple[WeightsVersion, list[tuple[str, str]]]:
-        """Return the version, and name and checksum of each tensor in the order of names, between two updates."""
-        with self._changing:
+        """Return the version, and name and checksum of each tensor in the order of names, between two updates.
+
+        Raises ``FailedPrecondition`` if the weights are asleep, or were dropped.
+        """
+        with self.changing:
+            self._check_awake()
+            if self._loaded.memory is not None and self._loaded.memory.dropped:
+                raise FailedPrecondition("the weights were dropped by a sleep; wake all parts, or replace the weights")
             state = self._loaded.model.state_dict()
             return self.version, [(name, _checksum(state[name])) for name in sorted(state)]
+
+    def _check_awake(self) -> None:
+        if self._loaded.memory is not None and MemoryPart.WEIGHTS in self._loaded.memory.asleep:
+            raise FailedPrecondition("the weights are asleep; wake them first")
 
     def _permitted(self, directory: str) -> Path:
         """Return the resolved ``directory``. Raises ``PermissionDenied`` and ``InvalidRequest``."""
