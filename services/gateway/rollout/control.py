@@ -12,7 +12,7 @@ from tokasaurus.scheduler.v1 import control_pb2, observe_pb2
 
 PauseMode = Literal["keep", "wait", "abort"]
 
-_MODES: dict[PauseMode, control_pb2.PauseMode] = {
+MODES: dict[PauseMode, control_pb2.PauseMode] = {
     "keep": control_pb2.PAUSE_MODE_KEEP,
     "wait": control_pb2.PAUSE_MODE_WAIT,
     "abort": control_pb2.PAUSE_MODE_ABORT,
@@ -101,7 +101,7 @@ async def read_weights(fleet: Fleet, *, checksums: bool) -> list[dict[str, Any]]
 
 async def _pause(fleet: Fleet, mode: PauseMode, **fields: Any) -> list[control_pb2.PauseResponse]:
     """Pause all schedulers. ``fields`` are the other fields of ``PauseRequest``."""
-    request = control_pb2.PauseRequest(mode=_MODES[mode], **fields)
+    request = control_pb2.PauseRequest(mode=MODES[mode], **fields)
     return await call_all(fleet, lambda stub: stub.Pause, request, since=_SINCE, timeout_s=None)
 
 

@@ -1,6 +1,6 @@
 """Endpoints for trainers. They concern the requests of all clients, so they need the scope ``admin``."""
 
-from typing import Annotated, Any, Literal, NoReturn, get_args
+from typing import Annotated, Any, Literal, NoReturn
 
 from fastapi import Request, Response
 from pydantic import Field
@@ -8,17 +8,19 @@ from pydantic import Field
 from services.common.errors import InvalidRequest, TokaError, UnsupportedParameter
 from services.common.keys import ADMIN
 from services.gateway.http.errors import response
-from services.gateway.http.request import Posted, read_body, while_connected
+from services.gateway.http.request import while_connected
 from services.gateway.openai.body import Body, optional
-from services.gateway.openai.gateway import Gateway
-from services.gateway.openai.parse import B, ignored_header, parse_large, validate
+from services.gateway.openai.parse import ignored_header
 from services.gateway.openai.router import Router, parameters, takes
 from services.gateway.rollout import control
+from services.gateway.rollout.request import MODES
+from services.gateway.rollout.request import gateway_of as _gateway
+from services.gateway.rollout.request import read_mode as _read_mode
+from services.gateway.rollout.request import read_optional as _read
 from services.gateway.rollout.safetensors_body import SafetensorsBody
 
 _ID = "The id of a completion, or the x-request-id of a response whose request had none,"
 _MOST_IDS = 4096  # of requests to abort
-_MODES: tuple[control.PauseMode, ...] = get_args(control.PauseMode)
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _CHECKSUMS = {"name": "checksums", "in": "query", "schema": {"type": "boolean", "default": False}}
 _UPLOAD = parameters(
@@ -35,7 +37,7 @@ _UPLOAD = parameters(
     },
 ) | takes({"type": "string", "format": "binary"}, "application/octet-stream")
 _PAUSE_QUERY = parameters(
-    {"name": "mode", "in": "query", "schema": {"type": "string", "enum": [*_MODES], "default": "abort"}},
+    {"name": "mode", "in": "query", "schema": {"type": "string", "enum": [*MODES], "default": "abort"}},
     {"name": "clear_cache", "in": "query", "schema": {"type": "boolean", "default": True}},
 )
 
@@ -247,28 +249,6 @@ async def _refuse_update(request: Request, reason: str) -> NoReturn:
         " call UploadWeights over gRPC, or write the file where the workers can read it and call"
         " /update_weights_from_disk"
     )
-
-
-def _gateway(request: Request) -> Gateway:
-    gateway: Gateway = request.app.state.gateway
-    return gateway
-
-
-async def _read(request: Request, kind: type[B]) -> B:
-    """Return the body of a request, or the default one if the request has none. Raises ``InvalidRequest``."""
-    if not int(request.headers.get("content-length", 0)) and "transfer-encoding" not in request.headers:
-        await request.body()
-        return validate({}, kind)
-    gateway = _gateway(request)
-    return await parse_large(gateway.text, Posted(await read_body(request, gateway.config.max_body_bytes)), kind)
-
-
-def _read_mode(request: Request) -> control.PauseMode:
-    given = request.query_params.get("mode", "abort")
-    for mode in _MODES:
-        if given == mode:
-            return mode
-    raise InvalidRequest(f"mode is {given[:100]!r}: expected {', '.join(_MODES)}", field="mode")
 
 
 def _read_flag(request: Request, name: str, *, default: bool) -> bool:
