@@ -38,6 +38,7 @@ PROGRAMS = {
         ["rounds=2", "prompts=2", "samples=4", "requests_per_prompt=2", "output_tokens=4-16"],
         "commit_to_first_token_ms",
     ),
+    "sleep": (["sleeps=1", "output_tokens=4"], "wake_s"),
     "model": (["shape=tiny"], "bytes"),
     "worker": (["rows=4", "own=8", "steps=6", "skip=2", "window=3"], "tokens_per_second"),
     "worker_plumbing": (["rows=3", "steps=300", "skip=50", "step_us=100"], "steps_per_s"),
