@@ -11,6 +11,7 @@ from services.common.plan.types import WorkerLimits
 from services.scheduler.record.checker import PlanChecker
 from services.scheduler.record.hashes import next_hashes, prefix_hashes
 from services.scheduler.record.violation import Violation as Violation
+from tests.fakes.experts import LAYOUT, FollowedExperts
 from tests.fakes.grammars import FollowedGrammars
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
@@ -44,6 +45,7 @@ class FakeShape:
     thinking_budgets: bool = True
     sleeps: bool = True
     window_tokens: int = 0
+    routed_experts: bool = False
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
@@ -73,6 +75,7 @@ class FakeShape:
             prompt_logprobs=bool(self.prompt_logprobs), grammars=bool(self.grammars),
             processed_logprobs=bool(self.processed_logprobs), thinking_budgets=bool(self.thinking_budgets),
             window_tokens=self.window_tokens, sleeps=bool(self.sleeps),
+            routed_experts=LAYOUT if self.routed_experts else None,
             tensor_parallel=worker_pb2.Rank(rank=self.tp_rank, size=self.tp_size),
             pipeline_parallel=worker_pb2.Rank(rank=self.pp_rank, size=self.pp_size), device="fake", dtype="float32",
         )  # fmt: skip
@@ -113,6 +116,7 @@ class FakeModel:
         self.tokens: dict[int, list[int]] = {}  # slot -> tokens so far; kept only for a script
         self.sample_index: dict[int, int] = {}
         self.grammars = FollowedGrammars()
+        self.experts = FollowedExperts()
         self.fail_tokens: dict[int, str] = {}  # a slot whose prompt begins with this token fails
 
     @property
@@ -132,6 +136,7 @@ class FakeModel:
             self._admit(admission)
         result = self._sample(sampling)
         self._score(result)
+        self.experts.send(result, self.checker.last.batch.slots, self.checker.slots.computed)
         return result
 
     def _score(self, result: plan_pb2.StepResult) -> None:
@@ -153,6 +158,7 @@ class FakeModel:
         self.top_logprobs[slot] = sampling.top_logprobs
         self.sample_index[slot] = sampling.sample_index
         self.grammars.admit(admission)
+        self.experts.admit(admission)
         self.processed[slot] = sampling.processed_logprobs
         self.thinking.pop(slot, None)
         if parameters.HasField("thinking"):
@@ -178,6 +184,7 @@ class FakeModel:
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True) if self.script is not None else ():
             self.tokens[slot].append(token)
         self.checker.sampled(tokens)
+        self.experts.sampled(slots, tokens)
         failing = self._failing(slots)
         for row, message in failing.items():
             slot = int(slots[row])

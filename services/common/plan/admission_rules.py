@@ -34,6 +34,9 @@ def check_admission(admission: Admission, field: str, limits: WorkerLimits) -> N
     if cached > len(pages) * limits.page_size:
         message = f"cached_tokens={cached} do not fit into {len(pages)} pages of {limits.page_size} tokens"
         raise BrokenPlan.part(field, "pages", message, slot)
+    if admission.routed_start is not None and limits.routed_experts is None:
+        message = "routed_experts_start, but this worker's WorkerInfo.routed_experts is unset: leave it out"
+        raise BrokenPlan.part(field, "routed_experts_start", message, slot)
     _check_sampling(admission, f"{field}.sampling", limits)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from services.common.packed import fill, read_fixed32, read_float
 from services.common.plan.result import ScoredTokens, SlotFailure, StepResult, Timing
+from services.common.plan.routed_experts import RoutedExperts, RoutedExpertsLayout
 from services.common.plan.top_logprobs import TopLogprobs
 from services.common.plan.types import Admission, Batch, Groups, Plan, SamplingSettings, WorkerLimits
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
@@ -18,7 +19,10 @@ _FORBIDDEN = plan_pb2.FAILURE_CAUSE_FORBIDDEN_TOKENS
 def decode_limits(info: worker_pb2.WorkerInfo) -> WorkerLimits:
     """Return what plans for the worker must fit."""
     limits = {field.name: getattr(info, field.name) for field in dataclasses.fields(WorkerLimits)}
-    return WorkerLimits(**limits | {"max_micro_batches": max(1, info.max_micro_batches)})
+    routed, layout = info.routed_experts, None
+    if info.HasField("routed_experts"):
+        layout = RoutedExpertsLayout(routed.layers, routed.experts_per_token, routed.bytes_per_expert)
+    return WorkerLimits(**limits | {"max_micro_batches": max(1, info.max_micro_batches), "routed_experts": layout})
 
 
 def encode_plan(plan: Plan) -> plan_pb2.StepPlan:
@@ -63,6 +67,7 @@ def _are_siblings(one: Admission, other: Admission) -> bool:
         and one.cached_tokens == other.cached_tokens
         and one.prompt_tokens == other.prompt_tokens
         and one.traceparent == other.traceparent
+        and one.routed_start == other.routed_start
     )
 
 
@@ -72,6 +77,8 @@ def _encode_common(admission: Admission) -> bytes:
     fill(common, "token_ids", admission.token_ids)
     if admission.prompt_tokens < len(admission.token_ids):  # 0 = all
         common.prompt_tokens = admission.prompt_tokens
+    if admission.routed_start is not None:
+        common.routed_experts_start = admission.routed_start
     settings, sampling = admission.sampling, common.sampling
     sampling.logprobs, sampling.top_logprobs = settings.logprobs, settings.top_logprobs
     sampling.processed_logprobs, sampling.grammar = settings.processed_logprobs, settings.grammar
@@ -110,6 +117,7 @@ def _decode_admission(message: plan_pb2.Admission) -> Admission:
         prompt_tokens=message.prompt_tokens,
         sample_index=message.sampling.sample_index,
         traceparent=message.traceparent,
+        routed_start=message.routed_experts_start if message.HasField("routed_experts_start") else None,
     )
 
 
@@ -165,6 +173,11 @@ def encode_result(result: StepResult) -> plan_pb2.StepResult:
         fill(scores, "ranks", scored.ranks)
         fill(scores, "top_token_ids", scored.top.token_ids)
         fill(scores, "top_logprobs", scored.top.logprobs)
+    if (routed := result.routed) is not None:
+        fill(message.routed_experts, "slots", routed.owners)
+        fill(message.routed_experts, "starts", routed.starts)
+        fill(message.routed_experts, "token_counts", routed.counts)
+        message.routed_experts.experts = routed.experts.tobytes()
     return message
 
 
@@ -188,7 +201,13 @@ def decode_result(message: plan_pb2.StepResult) -> StepResult:
             timing.queued_ns,
         ),
         queued_plans=message.queued_plans,
+        routed=_decode_routed(message.routed_experts) if message.HasField("routed_experts") else None,
     )
+
+
+def _decode_routed(message: plan_pb2.RoutedExperts) -> RoutedExperts:
+    slots, starts, counts = map(_integers, (message.slots, message.starts, message.token_counts))
+    return RoutedExperts.read(slots, starts, counts, message.experts)
 
 
 def _decode_top(message: plan_pb2.StepResult) -> TopLogprobs | None:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from services.common.plan.routed_experts import RoutedExperts
 from services.common.plan.top_logprobs import TopLogprobs
 
 
@@ -60,3 +61,4 @@ class StepResult:
     scored: tuple[ScoredTokens, ...] = ()  # in batch order; the tokens of a sequence may come in parts
     timing: Timing = field(default_factory=Timing)
     queued_plans: int = 0  # received and not yet started when this step ended
+    routed: RoutedExperts | None = None  # owners are slots, each once; None = no row asked

@@ -7,6 +7,7 @@ Which log-probabilities each row asked for is not judged here: the recorder foll
 import numpy as np
 
 from services.common.plan.result import ScoredTokens, StepResult
+from services.common.plan.routed_experts import RoutedExperts
 from services.common.plan.types import WorkerLimits
 
 
@@ -50,6 +51,26 @@ def check_result(result: StepResult, sampling: np.ndarray, limits: WorkerLimits)
             raise BrokenResult("a top token outside the vocabulary", step=step)
     for scored in result.scored:
         _check_scored(scored, step, limits)
+    if result.routed is not None:
+        _check_routed(result.routed, step, limits)
+
+
+def _check_routed(routed: RoutedExperts, step: int, limits: WorkerLimits) -> None:
+    layout = limits.routed_experts
+    if layout is None:
+        raise BrokenResult(
+            "experts of tokens, which this worker's WorkerInfo.routed_experts does not announce", step=step
+        )
+    if not routed.whole or routed.experts.shape[1] != layout.token_bytes:
+        lengths = len(routed.owners), len(routed.starts), len(routed.counts)
+        raise BrokenResult(
+            f"{routed.experts.size} bytes of experts, and {layout.token_bytes} are due for each of"
+            f" {routed.counts.sum()} tokens,"
+            f" with arrays of {lengths}",
+            step=step,
+        )
+    if routed.owners.max() >= limits.max_slots or len(np.unique(routed.owners)) < len(routed.owners):
+        raise BrokenResult("experts of a slot that does not exist, or that occurs twice", step=step)
 
 
 def _check_scored(scored: ScoredTokens, step: int, limits: WorkerLimits) -> None:

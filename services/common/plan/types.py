@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from services.common.plan.routed_experts import RoutedExpertsLayout
+
 if TYPE_CHECKING:  # the scheduler's core imports no messages
     from tokasaurus.common.v1.sampling_pb2 import Sampling
 
@@ -42,6 +44,7 @@ class Admission:
     prompt_tokens: int = 0  # leading tokens that are the prompt; 0 = all
     sample_index: int = 0  # noise is a function of (seed, sample_index, position)
     traceparent: str = ""  # W3C trace context; empty = the request is not traced
+    routed_start: int | None = None  # results carry the experts of tokens from this position on; None = of none
 
     @property
     def prompt_length(self) -> int:
@@ -141,6 +144,7 @@ class WorkerLimits:
     processed_logprobs: bool = True
     thinking_budgets: bool = True
     window_tokens: int = 0
+    routed_experts: RoutedExpertsLayout | None = None  # None = results carry no experts
 
     @property
     def max_running(self) -> int:
