@@ -142,7 +142,8 @@ def _on_cpu(machine: Machine, shape: ModelShape) -> Iterator[Finding]:
     for ranks, layers in _ranks(machine, shape):
         local = local_config(shape.described, ranks, layers)
         weights += weight_bytes(shape.described, ranks, layers, item, config.quantization)
-        cache += page_bytes(local, config.page_size, item) * (requested // config.page_size)
+        page = page_bytes(local, config.page_size, item, routed=config.return_routed_experts)
+        cache += page * (requested // config.page_size)
     weights, cache, free = weights * config.dp_size, cache * config.dp_size, available_memory()
     text = f"CPU: weights {amount(weights)}, KV cache {amount(cache)} when it is full, of {amount(free)}"
     facts = {"weights_bytes": weights, "cache_bytes": cache, "free_bytes": free}

@@ -25,6 +25,7 @@ from services.worker.described.refusals import (
     refuse_fp8_products,
     refuse_quantized_checkpoint,
     refuse_unquantizable_sizes,
+    refuse_unrecordable_experts,
     refuse_unsupported_cuda_sizes,
 )
 from services.worker.described.shares import local_config, refuse_unshareable
@@ -80,6 +81,8 @@ def check_config(config: DeploymentConfig, directory: Path) -> tuple[ModelShape 
                 refuse_missing_library(described.foreign)
             if config.load_format != "dummy":
                 described = replace(described, parameters=_count_parameters(directory))
+        if config.return_routed_experts:
+            refuse_unrecordable_experts(described)
         refuse_unshareable(described, config.tp_size, expert_parallel=config.expert_parallel)
         stages = layers_of(described, config.pp_size, config.pp_layers)
         card = read_card(str(directory))

@@ -47,6 +47,11 @@ class WorkerFlags(Config):
         description="auto: the model's; fp8 (cuda): keys and values take half the memory, at a loss of accuracy that"
         " docs/performance.md gives",
     )
+    return_routed_experts: Bool = Field(
+        False,
+        description="keep the experts that every layer chooses for every token beside the KV cache, for requests that"
+        " ask for them (return_routed_experts); only for mixtures of experts",
+    )
     page_size: Int = Field(16, ge=1, le=1024, description="tokens in a KV page")
     max_tokens_per_forward: Annotated[AutoInt, within(1, 2**31)] = Field(
         "auto", description="most tokens computed in one step; auto: by the device's speed, the model and memory"
@@ -107,6 +112,15 @@ class WorkerFlags(Config):
             raise ValueError(
                 f"flag pp_layers={','.join(map(str, self.pp_layers))}: expected a number of layers, 1 or more, for each"
                 f" of pp_size={self.pp_size} stages"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_stage_has_all_experts(self) -> Self:
+        if self.return_routed_experts and self.pp_size > 1:
+            raise ValueError(
+                f"flag return_routed_experts=T: not with pp_size={self.pp_size}, since each pipeline stage has the"
+                " experts of its own layers only; use tp_size instead, or leave it out"
             )
         return self
 

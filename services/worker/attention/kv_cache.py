@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from services.common.errors import InvalidRequest
+from services.common.plan.routed_experts import RoutedExpertsLayout
 from services.worker.layers.fp8 import FP8
 
 # Returns a tensor of zeros of a shape and a dtype.
@@ -18,7 +19,9 @@ class KvCache:
 
     ``keys[layer]`` and ``values[layer]`` are ``[page_count, kv_heads, page_size, head_dim]``, so that one head of one
     page is contiguous. ``all_keys`` and ``all_values`` have the layers as first dimension. ``tokens [page_count,
-    page_size]`` int32 are the token ids, for penalties and thinking budgets.
+    page_size]`` int32 are the token ids, for penalties and thinking budgets. ``routed_experts [page_count + 1,
+    page_size, layers with experts, experts per token]`` are uint8 or int16, or None if they are not kept. The last page
+    is for padding.
 
     ``dtype`` is the model's, or float8_e4m3fn on CUDA without a scale, where values beyond 448 are clamped.
     """
@@ -33,9 +36,12 @@ class KvCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        routed: RoutedExpertsLayout | None = None,
         allocate: Allocate | None = None,
     ) -> None:
-        """``allocate`` makes the tensors on ``device``. Raises ``InvalidRequest`` if there is too little memory."""
+        """``routed`` is the form of a token's experts; None = they are not kept. ``allocate`` makes the tensors on
+        ``device``. Raises ``InvalidRequest`` if there is too little memory.
+        """
         allocate = allocate or (lambda shape, dtype: _zeros(shape, dtype, device))
         self.page_count, self.page_size = page_count, page_size
         shape = (layers, page_count, kv_heads, page_size, head_dim)
@@ -49,17 +55,24 @@ class KvCache:
                 field="kv_cache_num_tokens",
             ) from error
         self.tokens = allocate((page_count, page_size), torch.int32)
+        self.routed_experts = None
+        if routed is not None:
+            experts = torch.uint8 if routed.bytes_per_expert == 1 else torch.int16
+            of_page = (page_size, routed.layers, routed.experts_per_token)
+            self.routed_experts = allocate((page_count + 1, *of_page), experts)
         self.keys, self.values = list(self.all_keys), list(self.all_values)
 
     def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy page ``sources[i]`` to ``targets[i]`` in all layers, with its token ids.
+        """Copy page ``sources[i]`` to ``targets[i]`` in all layers, with its token ids and experts.
 
         Both are ``[n]`` int64 on the cache's device.
         """
         for cache in (self.all_keys, self.all_values):
             plain = cache.view(torch.uint8) if cache.dtype == FP8 else cache  # torch cannot index fp8 tensors
             plain[:, targets] = plain[:, sources]
-        self.tokens[targets] = self.tokens[sources]
+        for each in (self.tokens, self.routed_experts):
+            if each is not None:
+                each[targets] = each[sources]
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

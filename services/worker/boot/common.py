@@ -36,9 +36,13 @@ from services.worker.boot.rehearsal import PLAIN, decodes, every_feature, mixed
 from services.worker.boot.sources import open_model
 from services.worker.described.choices import NAMES, Device, FlagChoice, agree, choose
 from services.worker.described.heads import laid_out
-from services.worker.described.memory import rotation_bytes, weight_bytes
+from services.worker.described.memory import rotation_bytes, routed_layout, weight_bytes
 from services.worker.described.ranks import ALONE, Ranks
-from services.worker.described.refusals import refuse_cuda_only_flags, refuse_too_large_weights
+from services.worker.described.refusals import (
+    refuse_cuda_only_flags,
+    refuse_too_large_weights,
+    refuse_unrecordable_experts,
+)
 from services.worker.described.rope import describe_scaling
 from services.worker.described.shares import refuse_unshareable
 from services.worker.described.stages import layers_of
@@ -51,6 +55,7 @@ from services.worker.parallel.group import RankGroup
 from services.worker.parallel.rendezvous import INSTALLED
 from services.worker.runner.base import Runner
 from services.worker.runner.peers import Peers
+from services.worker.runner.routed_experts import ExpertRecorder
 from services.worker.runner.runner import StepRunner
 from services.worker.runner.shards import ShardThreads
 from services.worker.sampling.grammars import SlotGrammars, load_grammars
@@ -60,6 +65,7 @@ _MAX_MICRO_BATCHES = 128
 # Flags that must be equal on all workers of a replica, since they run the same plans.
 _SHARED_FLAGS = (
     *("model", "tp_size", "pp_size", "pp_layers", "dp_rank", "dtype", "load_format", "quantization", "expert_parallel"),
+    "return_routed_experts",
     *("kv_cache_dtype", "page_size", "max_context_tokens", "piecewise_cudagraph_max_tokens", "async_tp_threshold"),
     *NAMES,
 )
@@ -132,6 +138,8 @@ def boot(
     for rope in described.ropes:
         log.info("rope", kind=rope.kind, scaling=describe_scaling(rope, described.max_context_tokens))
     refuse_unshareable(described, ranks.tp_size, expert_parallel=ranks.whole_experts)
+    if config.return_routed_experts:
+        refuse_unrecordable_experts(described)
     layers = layers_of(described, ranks.pp_size, config.pp_layers)[ranks.pp_rank]
     if config.load_format != "dummy":
         source.check()
@@ -234,6 +242,7 @@ def make_limits(
         max_top_logprobs=config.max_top_logprobs,
         window_tokens=window_tokens,
         hydragen=hydragen and not window_tokens,
+        routed_experts=routed_layout(model.config) if config.return_routed_experts else None,
         **more,
     )
 
@@ -262,7 +271,20 @@ def make_cache(config: WorkerConfig, model: RankModel, page_count: int, arena: T
         dtype=cache_dtype(config, model.dtype),
         device=model.device,
         allocate=None if arena is None else arena.zeros,
+        routed=routed_layout(local) if config.return_routed_experts else None,
     )
+
+
+def make_recorder(model: RankModel, cache: KvCache, limits: WorkerLimits, grain: int = 1) -> ExpertRecorder | None:
+    """Return the recorder of the model's experts, or None if ``cache`` does not keep them.
+
+    ``grain``: steps are padded to a multiple of it.
+    """
+    if cache.routed_experts is None:
+        return None
+    # A decode graph may have up to 128 rows more than there are slots.
+    most = max(limits.max_tokens_per_step, limits.max_slots + 128)
+    return ExpertRecorder(model, cache, -(-most // grain) * grain)
 
 
 def cache_dtype(config: WorkerConfig, dtype: torch.dtype) -> torch.dtype:
@@ -285,7 +307,8 @@ def _make_cpu_runner(parts: RunnerParts, threads: ShardThreads) -> StepRunner:
     exchanges = make_exchanges(model.ranks, model.config.hidden_size * model.dtype.itemsize)
     peers = Peers(group, exchanges, model.config.hidden_size, model.dtype)
     grammars = grammars if model.last else None
-    runner = StepRunner(model, cache, attention, limits, threads, fused, grammars, peers)
+    recorder = make_recorder(model, cache, limits)
+    runner = StepRunner(model, cache, attention, limits, threads, fused, grammars, peers, recorder)
     if group is not None:
         group.wait_for_all()
     warm_up(runner)
@@ -361,7 +384,8 @@ def _threads(config: ChosenWorkerConfig, device: torch.device, ranks: Ranks) -> 
         torch.set_num_threads(config.torch_num_threads or max(1, cores // ranks.size))
         return ShardThreads(1)
     wanted = config.torch_num_threads or cores
-    if config.torch_compile:  # the whole batch is one compiled graph
+    # A compiled graph is of the whole batch, and so are the experts that a layer writes.
+    if config.torch_compile or config.return_routed_experts:
         torch.set_num_threads(wanted)
         return ShardThreads(1)
     torch.set_num_threads(1)

@@ -17,7 +17,7 @@ from services.worker.attention.compiled import deactivate
 from services.worker.attention.cuda import CudaAttention
 from services.worker.attention.kv_cache import KvCache
 from services.worker.boot import rehearsal
-from services.worker.boot.common import RunnerParts, cache_dtype, make_cache, make_limits
+from services.worker.boot.common import RunnerParts, cache_dtype, make_cache, make_limits, make_recorder
 from services.worker.boot.progress import BootProgress
 from services.worker.described.choices import FlagChoice
 from services.worker.described.layer import has_mlp_bias, undeclared
@@ -64,7 +64,8 @@ def make_runner(parts: RunnerParts, progress: BootProgress | None = None) -> Cud
         group.wait_for_all()
     with progress.phase("compile" if config.torch_compile else "memory"):
         peak = _measure(parts, exchanges) + _bytes_in_transit(config, model)
-    bytes_per_page = page_bytes(model.local, config.page_size, cache_dtype(config, model.dtype).itemsize)
+    item = cache_dtype(config, model.dtype).itemsize
+    bytes_per_page = page_bytes(model.local, config.page_size, item, routed=config.return_routed_experts)
     free, total = torch.cuda.mem_get_info(device)
     graphs = graph_bytes(config, model.local, model.dtype.itemsize)
     tables = table_bytes(config, model.config.max_context_tokens)
@@ -257,7 +258,8 @@ def assemble(parts: RunnerParts, cache: KvCache, exchanges: Exchanges) -> CudaRu
         vocab_size = model.config.vocab_size
         sampler = FusedSampler(model.project, vocab_size, device, cache.tokens, state.page_table, mask_shape=mask_shape)
     peers = Peers(group, exchanges, model.config.hidden_size, model.dtype)
-    return CudaRunner(model.forward, cache, attention, sampler, state, limits, peers, grammars)
+    recorder = make_recorder(model, cache, limits, peers.grain)
+    return CudaRunner(model.forward, cache, attention, sampler, state, limits, peers, grammars, recorder)
 
 
 def rehearse(runner: CudaRunner, parts: RunnerParts, exchanges: Exchanges, progress: BootProgress) -> None:

@@ -112,7 +112,7 @@ def mixed(
     pages = np.zeros(-(-size // limits.page_size), np.int64)
     admissions = (
         *(_decode(limits, slot, settings, groups, context) for slot in range(rows)),
-        *(Admission(slot, tokens, 0, pages, settings) for slot in range(rows, rows + chunks)),
+        *(_admission(limits, slot, tokens, 0, pages, settings) for slot in range(rows, rows + chunks)),
     )
     batch = Batch(slots, np.where(slots < rows, 1, size))
     yield Plan(1, admissions=admissions, batch=batch, groups=_one_group(rows) if groups else NO_GROUPS)
@@ -122,7 +122,15 @@ def _decode(limits: WorkerLimits, slot: int, settings: SamplingSettings, grouped
     """Return an admission whose tokens but the last are cached."""
     known = max(context, limits.page_size + 1) if grouped else context
     pages = np.zeros(-(-known // limits.page_size), np.int64)
-    return Admission(slot, np.zeros(known, np.int64), known - 1, pages, settings)
+    return _admission(limits, slot, np.zeros(known, np.int64), known - 1, pages, settings)
+
+
+def _admission(
+    limits: WorkerLimits, slot: int, tokens: np.ndarray, cached: int, pages: np.ndarray, settings: SamplingSettings
+) -> Admission:
+    """Return an admission. If it asks for log-probabilities, it also asks for the experts of its uncached tokens."""
+    routed = cached if settings.wants_logprobs and limits.routed_experts is not None else None
+    return Admission(slot, tokens, cached, pages, settings, routed_start=routed)
 
 
 def _one_group(rows: int) -> Groups:

@@ -127,7 +127,7 @@ class _Chooser(ABC):
         """Return the size of a page of this rank's cache in bytes."""
         local = local_config(self._model, self._ranks, self._layers)
         item = FP8 if self._config.kv_cache_dtype == "fp8" else self._item(automatic)
-        return page_bytes(local, self._config.page_size, item)
+        return page_bytes(local, self._config.page_size, item, routed=self._config.return_routed_experts)
 
 
 class _OnCuda(_Chooser):

@@ -7,6 +7,7 @@ starting a worker.
 from dataclasses import dataclass
 
 from services.common.config import ChosenWorkerConfig
+from services.common.plan.routed_experts import RoutedExpertsLayout
 from services.worker.described.checkpoint import layer_shapes
 from services.worker.described.config import ModelConfig
 from services.worker.described.ranks import Ranks
@@ -14,6 +15,7 @@ from services.worker.described.shares import local_config
 
 FLOAT32, BFLOAT16, FP8 = 4, 2, 1  # bytes per element; float16 has the size of bfloat16
 _INT32 = 4
+_MOST_NUMBERED_BY_A_BYTE = 256  # experts
 # Left free for allocations that are not estimated: library workspaces, fragmentation, unusually large uploads.
 _MARGIN = 1 << 30
 _MARGIN_SHARE = 0.02
@@ -57,7 +59,7 @@ def footprint(config: ChosenWorkerConfig, model: ModelConfig, ranks: Ranks, laye
         + _ATTENTION_BYTES
         + (_SAMPLING_BYTES if ranks.last else 0),
         reserved=table_bytes(config, model.max_context_tokens) + graph_bytes(config, local, item),
-        page=page_bytes(local, config.page_size, cached),
+        page=page_bytes(local, config.page_size, cached, routed=config.return_routed_experts),
     )
 
 
@@ -66,9 +68,22 @@ def margin(total: int) -> int:
     return max(_MARGIN, int(total * _MARGIN_SHARE))
 
 
-def page_bytes(local: ModelConfig, page_size: int, item: int) -> int:
-    """Return the size of a page in all layers of a rank, with token ids. ``item`` is the size of a key's element."""
-    return page_size * (2 * len(local.layers) * local.kv_heads * local.head_dim * item + _INT32)
+def page_bytes(local: ModelConfig, page_size: int, item: int, *, routed: bool = False) -> int:
+    """Return the size of a page in all layers of a rank, with token ids. ``item`` is the size of a key's element.
+
+    ``routed``: the page also has the experts of its tokens.
+    """
+    layout = routed_layout(local) if routed else None
+    experts = 0 if layout is None else layout.token_bytes
+    return page_size * (2 * len(local.layers) * local.kv_heads * local.head_dim * item + _INT32 + experts)
+
+
+def routed_layout(model: ModelConfig) -> RoutedExpertsLayout | None:
+    """Return the form in which the experts of a token are kept, or None for a model without experts."""
+    if not model.experts:
+        return None
+    chosen, count = (max(getattr(each, name) for each in model.experts) for name in ("chosen", "count"))
+    return RoutedExpertsLayout(len(model.experts), chosen, 1 if count <= _MOST_NUMBERED_BY_A_BYTE else 2)
 
 
 def table_bytes(config: ChosenWorkerConfig, max_context: int) -> int:

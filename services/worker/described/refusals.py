@@ -130,5 +130,20 @@ def refuse_unquantizable_sizes(config: ModelConfig, tp_size: int) -> None:
             )
 
 
+def refuse_unrecordable_experts(config: ModelConfig) -> None:
+    """Raise ``InvalidRequest`` if the experts of the tokens of the model ``config`` cannot be kept."""
+    reason = None
+    if config.foreign:
+        reason = f"the layers of {config.foreign} are those of transformers, whose routers cannot be read"
+    elif not config.experts:
+        reason = "the model has no experts, only dense layers"
+    elif config.window_tokens:
+        reason = "every layer has a sliding window, and pages outside of it are not kept"
+    if reason is not None:
+        raise InvalidRequest(
+            f"flag return_routed_experts=T: {reason}; leave the flag out", field="return_routed_experts"
+        )
+
+
 def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"

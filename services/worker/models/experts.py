@@ -26,6 +26,8 @@ class Experts(nn.Module):
     quantizes = False
     correction: torch.Tensor | None
     load: torch.Tensor  # [experts] int64
+    # [tokens or more, chosen] uint8 or int16, to which each step writes the experts of its tokens; None = it does not
+    chosen_experts: torch.Tensor | None
     gate_up: torch.Tensor
     gate_up_scale: torch.Tensor | None
     down_matrix: torch.Tensor
@@ -55,6 +57,7 @@ class Experts(nn.Module):
         self.register_buffer("correction", correction)
         # Tokens of each expert since the start, for metrics. Padding counts too.
         self.register_buffer("load", torch.zeros(features.count, dtype=torch.int64), persistent=False)
+        self.chosen_experts = None
         adds_bias = adds_bias or features.held is not None
         self.gate_up_bias = _parameter(count, 2 * width) if features.expert_bias else None
         self.down_bias = _parameter(count, hidden_size) if features.expert_bias and adds_bias else None
@@ -99,6 +102,8 @@ class Experts(nn.Module):
         features = self.features
         logits = F.linear(x, self.router, self.router_bias)
         routes = self.kernels.route(logits, features.router, features.chosen, self.correction, self.load)
+        if self.chosen_experts is not None:
+            self.chosen_experts[: routes.experts.shape[0]].copy_(routes.experts)
         result = self.kernels.mix(x, routes, self.weights, features.activation, onto)
         if self.shared is not None:
             result += self._shared(self.shared, x)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from services.common.plan.result import ScoredTokens, Timing
+from services.common.plan.routed_experts import RoutedExperts
 from services.common.plan.rules import check_plan
 from services.common.plan.types import Batch, LastPlan, Plan, WorkerLimits, micro_batches
 from services.worker.attention.base import AttentionBackend
@@ -20,6 +21,7 @@ from services.worker.models.base import RankModel
 from services.worker.parallel.errors import ParallelError
 from services.worker.runner.inputs import Shard, StepInputs, build
 from services.worker.runner.peers import Peers
+from services.worker.runner.routed_experts import ExpertRecorder, find_routed
 from services.worker.runner.shards import ShardThreads
 from services.worker.sampling.grammars import RowMasks, SlotGrammars
 from services.worker.sampling.prompt_logprobs import score
@@ -50,18 +52,19 @@ class StepRunner:
         fused: "FusedDecoder | None" = None,
         grammars: SlotGrammars | None = None,
         peers: Peers | None = None,
+        recorder: ExpertRecorder | None = None,
     ) -> None:
         """``fused`` runs decode steps instead of ``model``. ``grammars`` is None if grammars are not supported.
 
         ``peers``: None = one rank. Several ranks need one thread each, since all must call their collectives in the
-        same order.
+        same order. ``recorder``: None = results carry no experts. It needs one thread.
         """
         self.limits = limits
         self.model, self.cache, self._attention, self._threads = model, cache, attention, threads
         self._fused, self._grammars = fused, grammars
         self._device = model.device
         self._slots = SlotTable(limits, self._device)
-        self._peers = peers or Peers()
+        self._peers, self._recorder = peers or Peers(), recorder
         self._peers.receive_into(self._slots.last_tokens)
         self._last = LastPlan()
         self._parts: list[Batch] = []  # micro-batches of the last batch
@@ -120,16 +123,21 @@ class StepRunner:
         self._apply(plan)
         timing = Timing()
         outcomes: list[Outcome] = []
+        routed: list[RoutedExperts | None] = []
         for part in self._parts:
-            outcomes.append(self._run_part(part, timing, started))
+            outcomes.append(self._run_part(part, timing, started, routed))
             started = time.perf_counter_ns()
         if not (outcomes and self._peers.reports):
             return StepOutput(plan.step, NOTHING_SAMPLED, timing)
         sampled, scored = _joined(outcomes)
-        return StepOutput(plan.step, sampled, timing, tuple(scored), self._failures(sampled))
+        failures = self._failures(sampled)
+        return StepOutput(plan.step, sampled, timing, tuple(scored), failures, RoutedExperts.join(routed))
 
-    def _run_part(self, part: Batch, timing: Timing, started: int) -> Outcome:
-        """Run a micro-batch, whose preparation began at ``started``, and add its times to ``timing``."""
+    def _run_part(self, part: Batch, timing: Timing, started: int, routed: list[RoutedExperts | None]) -> Outcome:
+        """Run a micro-batch, whose preparation began at ``started``, and add its times to ``timing``.
+
+        Append its experts to ``routed``.
+        """
         inputs = build(part, self._slots, self._threads.size)
         received = self._peers.receive(len(inputs.positions), part.slots, self._slots, len(self._parts))
         token_ids, positions = self._to_device(inputs)
@@ -138,6 +146,11 @@ class StepRunner:
         timing.prepare += time.perf_counter_ns() - started
         entering = token_ids if received is None else received
         sampled, scored = _joined(self._compute(inputs, entering, positions, timing))
+        if self._recorder is not None:
+            self._recorder.store(self._cache_indices(inputs))
+            runs = find_routed(part.slots, part.token_counts, self._slots) if self._peers.reports else None
+            if runs is not None:
+                routed.append(runs.with_experts(self._recorder.gather(torch.from_numpy(runs.indices))))
         if self.model.last:
             self._peers.send_tokens(self._keep_sampled(sampled))
         sampled_slots = sampled.slots if self.model.last else inputs.shards[0].sample_slots
@@ -173,10 +186,12 @@ class StepRunner:
 
     def _keep_tokens(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
         """Store ``token_ids [tokens]`` in the cache, at the indices of their keys and values."""
+        self.cache.tokens.view(-1)[self._cache_indices(inputs)] = token_ids.int()
+
+    def _cache_indices(self, inputs: StepInputs) -> torch.Tensor:
+        """Return the indices of the step's tokens in the cache, ``[tokens]`` int64."""
         slots = np.concatenate([shard.attention.token_slots for shard in inputs.shards])
-        pages = self._slots.page_table[slots, inputs.positions // self.cache.page_size].astype(np.int64)
-        indices = torch.from_numpy(pages * self.cache.page_size + inputs.positions % self.cache.page_size)
-        self.cache.tokens.view(-1)[indices.to(self._device)] = token_ids.int()
+        return torch.from_numpy(self._slots.cache_indices(slots, inputs.positions)).to(self._device)
 
     def _compute(
         self, inputs: StepInputs, entering: torch.Tensor, positions: torch.Tensor, timing: Timing

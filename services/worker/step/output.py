@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from services.common.plan.result import ScoredTokens, SlotFailure, StepResult, Timing
+from services.common.plan.routed_experts import RoutedExperts
 from services.common.plan.top_logprobs import TopLogprobs
 
 
@@ -65,6 +66,7 @@ class StepOutput:
     timing: Timing = field(default_factory=Timing)
     scored: tuple[ScoredTokens, ...] = ()  # in batch order; a sequence may have several
     failures: Mapping[int, Failure] = field(default_factory=dict)  # by slot
+    routed: RoutedExperts | None = None
 
     def to_result(self, queued_plans: int = 0) -> StepResult:
         """Return the result for the scheduler. Rows whose logits are not numbers become failures."""
@@ -84,4 +86,5 @@ class StepOutput:
             self.scored,
             self.timing,
             queued_plans,
+            self.routed,
         )

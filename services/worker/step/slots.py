@@ -27,7 +27,7 @@ class SlotTable(SlotState):
 
     def __init__(self, limits: WorkerLimits, device: torch.device) -> None:
         super().__init__(limits)
-        slots = limits.max_slots
+        slots, self._page_size = limits.max_slots, limits.page_size
         self.failed = np.zeros(slots, bool)  # logits were not numbers in some step: the cached values are invalid
         self.prompts = [_NONE] * slots  # [given] int64 each, until all of it is computed
         self.last_tokens = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -52,6 +52,9 @@ class SlotTable(SlotState):
         self.prompt_start = np.ones(slots, np.int64)  # position of the first prompt token to score
         self.processed = np.zeros(slots, bool)  # log-probabilities are of the distribution after all adjustments
         self.masked = np.zeros(slots, bool)  # has a grammar
+        # Results carry the experts of tokens from this position on, which the next step will send; -1 = of none.
+        self.routed_start = np.full(slots, -1)
+        self.routed = 0  # slots in use with a ``routed_start``
         # Thinking budgets. A token can be forced only at positions p with force_from <= p < force_until.
         self.budgets = 0  # slots in use that have a budget
         self.force_from = np.full(slots, _NEVER)
@@ -64,7 +67,7 @@ class SlotTable(SlotState):
         # Computed from the settings by ``derive``.
         self.scales = np.zeros(slots, np.float32)  # one over the temperature; 0 = greedy
         self.stems = np.zeros(slots, np.uint64)  # of the noise keys
-        self.plain = np.ones(slots, bool)  # no setting but the temperature affects the draw, and no log-probabilities
+        self.plain = np.ones(slots, bool)  # only the temperature affects the draw, and only its token is returned
 
     def clear(self) -> None:
         """Free every slot."""
@@ -74,6 +77,9 @@ class SlotTable(SlotState):
         """Free ``slots [n]``, which are in use."""
         super().release(slots)
         self.failed[slots] = False
+        if self.routed:
+            self.routed -= int(np.count_nonzero(self.routed_start[slots] >= 0))
+            self.routed_start[slots] = -1
         if self.budgets:
             self.budgets -= int(np.count_nonzero(self.force_until[slots]))
             self.force_until[slots] = 0
@@ -100,6 +106,9 @@ class SlotTable(SlotState):
         self.prompt_start[slot] = max(1, settings.prompt_logprobs_start)
         self.processed[slot] = settings.processed_logprobs
         self.masked[slot] = settings.grammar != ""
+        if admission.routed_start is not None:
+            self.routed_start[slot] = admission.routed_start
+            self.routed += 1
         if parameters.HasField("thinking"):
             self._limit_thinking(slot, parameters.thinking)
         self.biased[slot] = len(parameters.logit_bias_token_ids) > 0
@@ -129,12 +138,19 @@ class SlotTable(SlotState):
         """Return whether all rows need only a temperature. Arguments as in ``may_force``."""
         return bool(self.plain[slots].all()) and not (self.budgets and self.may_force(slots, positions).any())
 
+    def cache_indices(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return the indices in the cache of the tokens at ``positions [n]`` of ``slots [n]``, ``[n]`` int64."""
+        size = self._page_size
+        indices: np.ndarray = self.page_table[slots, positions // size].astype(np.int64) * size + positions % size
+        return indices
+
     def derive(self, slots: np.ndarray) -> None:
         """Compute ``scales``, ``stems`` and ``plain`` of ``slots [n]`` after their admission."""
         self.scales[slots] = scales_of(self.temperature[slots])
         self.stems[slots] = stems(self.seed[slots], self.sample_index[slots])
         cut = (self.top_k[slots] > 0) | (self.top_p[slots] < 1) | (self.min_p[slots] > 0)
         more = self.logprobs[slots] | self.penalised[slots] | self.biased[slots] | self.masked[slots]
+        more |= self.routed_start[slots] >= 0
         self.plain[slots] = ~(more | (cut & (self.temperature[slots] > 0)))
 
     def advance(self, slots: np.ndarray, token_counts: np.ndarray, sampled_slots: np.ndarray) -> None:
@@ -142,5 +158,8 @@ class SlotTable(SlotState):
         computed = self.computed[slots] + token_counts
         self.computed[slots] = computed
         self.known[sampled_slots] += 1
+        if self.routed:
+            starts = self.routed_start[slots]
+            self.routed_start[slots] = np.where(starts >= 0, np.maximum(starts, computed), -1)
         for slot in slots[computed == self.given[slots]].tolist():
             self.prompts[slot] = _NONE

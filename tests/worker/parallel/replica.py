@@ -47,6 +47,7 @@ class Replica:
             assert [output.step for output, _ in steps] == [plan.step for plan in plans]
             if index != first:
                 assert all(not len(output.sampled.slots) and not output.scored for output, _ in steps)
+                assert all(output.routed is None for output, _ in steps)
         for others in everyone[first + 1 :]:
             for (_, mine), (_, theirs) in zip(everyone[first], others, strict=True):
                 assert (mine is None) == (theirs is None)

@@ -17,9 +17,10 @@ from services.worker.runner.cuda.ring import Place
 from services.worker.runner.cuda.scores import PromptRuns, StepScores, find_runs
 from services.worker.runner.cuda.state import DeviceState
 from services.worker.runner.cuda.state_kernels import advance
-from services.worker.runner.cuda.step import CudaStep, Era
+from services.worker.runner.cuda.step import CudaStep, Era, StepRouted
 from services.worker.runner.cuda.transfers import to_host
 from services.worker.runner.peers import Peers
+from services.worker.runner.routed_experts import ExpertRecorder, RoutedRuns, find_routed
 from services.worker.sampling.fused import FusedSampler
 from services.worker.sampling.grammars import SlotGrammars
 from services.worker.sampling.outcome import SampledOnDevice
@@ -49,6 +50,13 @@ class PendingScores(NamedTuple):
     token_ids: torch.Tensor  # [tokens] int64, on the device
 
 
+class PendingRouted(NamedTuple):
+    """The tokens whose experts the result of a step carries."""
+
+    runs: RoutedRuns
+    indices: torch.Tensor  # ``runs.indices``, on the device
+
+
 @dataclass(frozen=True)
 class Samples:
     """The rows of a micro-batch that are sampled and scored."""
@@ -58,6 +66,7 @@ class Samples:
     order: np.ndarray | None = None  # [samples] int64, which sample is first, second, ... in the batch; None = as is
     drawn: DrawnRows | None = None
     scored: PendingScores | None = None  # behind the drawn rows
+    routed: PendingRouted | None = None
 
 
 class StepEnd(ABC):
@@ -130,11 +139,12 @@ class SamplingEnd(StepEnd):
         table: SlotTable,
         peers: Peers,
         grammars: SlotGrammars | None,
+        recorder: ExpertRecorder | None = None,
     ) -> None:
-        """``grammars``: None if sequences have no grammars."""
+        """``grammars``: None if sequences have no grammars. ``recorder``: None if results carry no experts."""
         guide = None if grammars is None else Guide(grammars, sampler.masks)
         super().__init__(peers, len(state.last_tokens), guide)
-        self._sampler, self._state, self._table = sampler, state, table
+        self._sampler, self._state, self._table, self._recorder = sampler, state, table, recorder
         self._downloads = torch.cuda.Stream()  # separate, so that a download does not delay uploads of the next step
 
     def prepare(self, part: Standing, arrays: StepArrays, token_slots: torch.Tensor, put: Put) -> Samples:
@@ -153,13 +163,20 @@ class SamplingEnd(StepEnd):
             arrays.batch_order,
             drawn,
             None if runs is None else PendingScores(runs, put(runs.token_ids)),
+            self._find_routed(part.batch.slots, part.batch.token_counts, put),
         )
 
     def prepare_replay(self, rows: np.ndarray, positions: np.ndarray, graph: DecodeGraph, put: Put) -> Samples | None:
         if graph.whole is not None and self._table.are_plain(rows, positions):
             return None
         settings = self._sampler.prepare(self._table, rows, positions, put, graph.size)
-        return Samples(rows, drawn=DrawnRows(settings, graph.inputs.slots))
+        routed = self._find_routed(rows, np.ones_like(rows), put)
+        return Samples(rows, drawn=DrawnRows(settings, graph.inputs.slots), routed=routed)
+
+    def _find_routed(self, rows: np.ndarray, counts: np.ndarray, put: Put) -> PendingRouted | None:
+        """Put into the upload where the experts are that the result carries."""
+        runs = find_routed(rows, counts, self._table) if self._recorder is not None and self._peers.reports else None
+        return None if runs is None else PendingRouted(runs, put(runs.indices))
 
     def replay(
         self, plan: Plan, place: Place, graph: DecodeGraph, rows: np.ndarray, samples: Samples | None
@@ -178,20 +195,28 @@ class SamplingEnd(StepEnd):
         place.begin_sampling()
         scores = self._score(leaving, samples)
         sampled, failures = (None, {}) if drawn is None else self._sample(place, leaving, drawn)
+        routed = self._gather(samples)
         place.end(long=not peers.reports)
         if sampled is not None and not peers.first:
             peers.send_tokens(sampled.token_ids[: len(samples.slots)])
         guided = drawn is not None and len(drawn.settings.masked) > 0
-        if (sampled is None and scores is None) or not (peers.reports or guided):
+        if (sampled is None and scores is None and routed is None) or not (peers.reports or guided):
             return self._step(plan, place)
-        extras, scores = self._download(place, samples.slots, sampled, scores)
+        extras, scores, routed = self._download(place, samples.slots, sampled, scores, routed)
         if drawn is not None and guided:
             masked = drawn.settings.masked
             self.guide.expect(place, drawn.settings.slots[masked], masked)
         if not peers.reports:
             return self._step(plan, place)
         settings = None if drawn is None else drawn.settings
-        return CudaStep(plan, place, self._era, samples.slots, settings, extras, samples.order, scores, failures)
+        order = samples.order
+        return CudaStep(plan, place, self._era, samples.slots, settings, extras, order, scores, failures, routed)
+
+    def _gather(self, samples: Samples) -> StepRouted | None:
+        """Launch the collection of the experts that the result carries."""
+        if samples.routed is None or self._recorder is None:
+            return None
+        return StepRouted(samples.routed.runs, self._recorder.gather(samples.routed.indices))
 
     def _score(self, leaving: torch.Tensor, samples: Samples) -> StepScores | None:
         """Launch the log-probabilities of prompt tokens."""
@@ -216,10 +241,16 @@ class SamplingEnd(StepEnd):
         return sampled, failures
 
     def _download(
-        self, place: Place, slots: np.ndarray, sampled: SampledOnDevice | None, scores: StepScores | None
-    ) -> tuple[tuple[torch.Tensor | None, ...], StepScores | None]:
+        self,
+        place: Place,
+        slots: np.ndarray,
+        sampled: SampledOnDevice | None,
+        scores: StepScores | None,
+        routed: StepRouted | None,
+    ) -> tuple[tuple[torch.Tensor | None, ...], StepScores | None, StepRouted | None]:
         """Launch the copies of results to the host. Return the copies of all results but the tokens."""
-        short = max(len(slots), 0 if scores is None else len(scores)) <= _SHORT_ROWS
+        tokens = 0 if routed is None else len(routed.experts)
+        short = max(len(slots), tokens, 0 if scores is None else len(scores)) <= _SHORT_ROWS
         extras: tuple[torch.Tensor | None, ...] = ()
         with contextlib.nullcontext() if short else torch.cuda.stream(self._downloads):
             if not short:
@@ -228,5 +259,6 @@ class SamplingEnd(StepEnd):
                 place.host_results[: len(slots)].copy_(place.results[: len(slots)], non_blocking=True)
                 extras = tuple(None if each is None else to_host(each) for each in sampled[2:])
             found = None if scores is None else scores.to_host()
+            experts = None if routed is None else StepRouted(routed.runs, to_host(routed.experts))
             place.finished(long=not short)
-        return extras, found
+        return extras, found, experts

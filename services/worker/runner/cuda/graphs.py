@@ -18,6 +18,7 @@ from services.worker.runner.cuda.ring import Ring
 from services.worker.runner.cuda.state import DeviceState
 from services.worker.runner.cuda.state_kernels import advance, append_and_gather_inputs
 from services.worker.runner.peers import Peers
+from services.worker.runner.routed_experts import ExpertRecorder
 from services.worker.sampling.fused import FusedSampler
 from services.worker.step.slots import SlotTable
 
@@ -167,13 +168,15 @@ class DecodeGraphs:
         peers: Peers,
         *,
         pads: bool,
+        recorder: ExpertRecorder | None = None,
     ) -> None:
         """Capture the graphs for up to ``largest`` rows.
 
         ``skinny`` runs steps of up to ``skinny.most_rows`` rows; None = ``forward`` runs them. ``sampler``: None on a
         stage that does not sample. If ``pads`` is false, ``forward`` also runs steps of 1, 2 and 4 rows.
+        ``recorder``: stores the experts of each step; None = they are not kept.
         """
-        self._skinny, self._peers = skinny, peers
+        self._skinny, self._peers, self._recorder = skinny, peers, recorder
         self._forward, self._cache, self._attention, self._state = forward, cache, attention, state
         sizes = sizes_up_to(largest, smallest=8 if skinny is None and pads else 1)
         if skinny is None:
@@ -258,7 +261,10 @@ class DecodeGraphs:
         if self._skinny is not None and kind.size <= self._skinny.most_rows:
             return self._skinny(token_ids, positions, step, None)
         entering = token_ids if entering is None else entering
-        return self._forward(entering, positions, step, None, self._peers.exchange(kind.size))
+        leaving = self._forward(entering, positions, step, None, self._peers.exchange(kind.size))
+        if self._recorder is not None:
+            self._recorder.store_at(slots, positions, state.page_table)
+        return leaving
 
 
 def _most_tiles(size: int) -> int:

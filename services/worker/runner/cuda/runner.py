@@ -27,6 +27,7 @@ from services.worker.runner.cuda.state import NO_CHANGES, DeviceState, PageChang
 from services.worker.runner.cuda.state_kernels import gather_inputs
 from services.worker.runner.cuda.step import CudaStep, CutStep
 from services.worker.runner.peers import Peers
+from services.worker.runner.routed_experts import ExpertRecorder
 from services.worker.sampling.fused import FusedSampler
 from services.worker.sampling.grammars import SlotGrammars
 from services.worker.step.output import StepOutput
@@ -58,14 +59,18 @@ class CudaRunner:
         limits: WorkerLimits,
         peers: Peers | None = None,
         grammars: SlotGrammars | None = None,
+        recorder: ExpertRecorder | None = None,
     ) -> None:
-        """``sampler`` and ``grammars`` are None on a stage that does not sample. ``peers``: None = one rank."""
+        """``sampler`` and ``grammars`` are None on a stage that does not sample. ``peers``: None = one rank.
+
+        ``recorder``: None = results carry no experts.
+        """
         self.limits = limits
         self._forward, self.cache, self._attention = forward, cache, attention
         self._sampler, self._state = sampler, state
         self._device = cache.all_keys.device
         self._slots = SlotTable(limits, torch.device("cpu"))
-        self._peers = peers or Peers()
+        self._peers, self._recorder = peers or Peers(), recorder
         self.grain = self._peers.grain  # the token count of a forward pass is a multiple of it
         self._peers.receive_into(state.last_tokens)
         with torch.inference_mode():  # compilers make separate code for inference tensors
@@ -78,7 +83,7 @@ class CudaRunner:
         if sampler is None:
             self._end = SendingEnd(self._peers, limits.max_slots)
         else:
-            self._end = SamplingEnd(sampler, state, self._slots, self._peers, grammars)
+            self._end = SamplingEnd(sampler, state, self._slots, self._peers, grammars, recorder)
         self._forget_plans()
 
     @torch.inference_mode()
@@ -96,7 +101,7 @@ class CudaRunner:
         parts = self._forward, skinny, self.cache, self._attention, self._sampler, self._state, self._slots
         # Padding also chooses experts, whose weights are then read: twice as many for a step of one row.
         most, pads = min(largest, self.limits.max_slots), not has_experts
-        self._graphs = DecodeGraphs(*parts, self._ring, most, self._peers, pads=pads)
+        self._graphs = DecodeGraphs(*parts, self._ring, most, self._peers, pads=pads, recorder=self._recorder)
 
     @torch.inference_mode()
     def reset(self) -> None:
@@ -260,7 +265,12 @@ class CudaRunner:
             known, slots, positions, self._state.last_tokens, self._state.page_table, self.cache.tokens
         )
         entering = token_ids if entering is None else entering
-        leaving = launcher.run(size, entering, positions, attention, samples.keep)
+        if self._recorder is None:
+            leaving = launcher.run(size, entering, positions, attention, samples.keep)
+        else:  # the last layer must choose experts for all tokens, also for those that are not sampled from
+            leaving = launcher.run(size, entering, positions, attention, None)
+            leaving = leaving if samples.keep is None else leaving.index_select(0, samples.keep)
+            self._recorder.store_at(slots, positions, self._state.page_table)
         return self._end.finish(plan, place, leaving, samples, reused=launcher.reuses_output)
 
     def _choose_launcher(self, tokens: int) -> tuple[EagerSteps | StepPieces, int]:

@@ -1,12 +1,16 @@
 """A launched step and its results."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
 from services.common.plan.result import ScoredTokens, Timing
+from services.common.plan.routed_experts import RoutedExperts
 from services.common.plan.types import Plan
 from services.worker.runner.cuda.ring import Place
 from services.worker.runner.cuda.scores import StepScores
+from services.worker.runner.routed_experts import RoutedRuns
 from services.worker.sampling.outcome import collect
 from services.worker.sampling.rows import SampleRows
 from services.worker.step.output import NOTHING_SAMPLED, Failure, Sampled, StepOutput
@@ -19,6 +23,13 @@ class Era:
 
     def __init__(self, max_slots: int) -> None:
         self.failed = np.zeros(max_slots, bool)  # logits were not numbers in some step: the cached values are invalid
+
+
+class StepRouted(NamedTuple):
+    """The experts that the result of a step carries."""
+
+    runs: RoutedRuns
+    experts: torch.Tensor  # [tokens, token_bytes] uint8
 
 
 class CudaStep:
@@ -35,26 +46,32 @@ class CudaStep:
         order: np.ndarray | None = None,
         scores: StepScores | None = None,
         failures: dict[int, Failure] | None = None,
+        routed: StepRouted | None = None,
     ) -> None:
         """Make a step with the results of ``slots [samples]`` int64, in this order.
 
         ``rows`` and ``extras``: settings of the rows, and the results except tokens, in pinned memory. ``order
         [samples]`` int64: indices of the samples in batch order; None = same order. ``scores``: of prompts, on the
-        host. ``failures``: of grammars, by slot.
+        host. ``failures``: of grammars, by slot. ``routed``: on the host.
         """
         self.timing = Timing()
         self.scored: tuple[ScoredTokens, ...] = ()  # set by ``read``
         self.place = place
         self._plan, self._era = plan, era
         self._slots, self._rows, self._extras, self._order = slots, rows, extras, order
-        self._scores, self.failures = scores, failures or {}
+        self._scores, self.failures, self._routed = scores, failures or {}, routed
 
     def result(self) -> StepOutput:
         """Wait for the device, without Python's global lock, and return the output. Raises the error of the device."""
         try:
-            return StepOutput(self._plan.step, self.read(), self.timing, self.scored, self.failures)
+            return StepOutput(self._plan.step, self.read(), self.timing, self.scored, self.failures, self.routed)
         finally:
             self.place.taken.set()
+
+    @property
+    def routed(self) -> RoutedExperts | None:
+        """The experts that the result carries. Valid after ``read``."""
+        return None if self._routed is None else self._routed.runs.with_experts(self._routed.experts)
 
     def read(self) -> Sampled:
         """Wait for the device and return the samples, without freeing the place."""
@@ -113,7 +130,8 @@ class CutStep:
             timing.sample += part.timing.sample
         scored = tuple(each for part in parts for each in part.scored)
         failures = {slot: failure for part in parts for slot, failure in part.failures.items()}
-        return StepOutput(self._step, Sampled.join(sampled), timing, scored, failures)
+        routed = RoutedExperts.join([part.routed for part in parts])
+        return StepOutput(self._step, Sampled.join(sampled), timing, scored, failures, routed)
 
 
 def _ns(begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
