@@ -87,6 +87,7 @@ class Sample:
         self.chosen: list[float] = []
         self.top_counts: list[int] = []
         self.top_ids: list[int] = []
+        self.experts: list[tuple[int, bytes]] = []  # (position of the first token, experts)
         self.finish: generate_pb2.Finish | None = None
 
     def add(self, output: generate_pb2.SampleOutput) -> None:
@@ -96,6 +97,7 @@ class Sample:
         self.chosen += output.logprobs.chosen
         self.top_counts += output.logprobs.top_counts
         self.top_ids += output.logprobs.top_token_ids
+        self.experts += [(piece.start, piece.experts) for piece in output.routed_experts]
         if output.HasField("finish"):
             self.finish = output.finish
 
@@ -152,6 +154,13 @@ class Client:
             self.samples[handle].tokens += outputs.token_ids[at : at + count]
             self.samples[handle].chosen += outputs.logprobs.chosen[at : at + count]
             at += count
+        for step in outputs.routed_experts:
+            width, begin = len(step.experts) // sum(step.token_counts), 0
+            for handle, start, count in zip(step.handles, step.starts, step.token_counts, strict=True):
+                end = begin + width * count
+                assert self.samples[handle].finish is None
+                self.samples[handle].experts.append((start, step.experts[begin:end]))
+                begin = end
         for finished in outputs.finished:
             assert self.samples[finished.handle].finish is None
             self.samples[finished.handle].finish = finished.finish

@@ -60,6 +60,11 @@ def encode_outputs(delta: Delta) -> session_pb2.StepOutputs:
             fill_top(message.logprobs, delta.top)
     for handle, scored in delta.scored:
         encode_scored(message.prompts.add(handle=handle).logprobs, scored)
+    if (routed := delta.routed) is not None:
+        experts = message.routed_experts.add(experts=routed.experts.tobytes())
+        fill(experts, "handles", routed.owners)
+        fill(experts, "starts", routed.starts)
+        fill(experts, "token_counts", routed.counts)
     for finish in delta.finished:
         message.finished.add(handle=finish.handle).finish.CopyFrom(encode_finish(finish))
     return message
@@ -73,7 +78,9 @@ def encode_by_handle(delta: Delta) -> tuple[session_pb2.StepOutputs, dict[int, E
     message = session_pb2.StepOutputs(step=delta.step)
     failures: dict[int, Exception] = {}
     finished = {finish.handle for finish in delta.finished}
-    for handle in dict.fromkeys([*delta.handles.tolist(), *(handle for handle, _ in delta.scored), *finished]):
+    routed = [] if delta.routed is None else delta.routed.owners.tolist()
+    scored = (handle for handle, _ in delta.scored)
+    for handle in dict.fromkeys([*delta.handles.tolist(), *scored, *routed, *finished]):
         with errors_to(partial(failures.__setitem__, handle)):
             message.MergeFrom(encode_outputs(_of_handle(delta, handle)))
     for handle in finished & failures.keys():
@@ -89,6 +96,7 @@ def _of_handle(delta: Delta, handle: int) -> Delta:
     part = delta.take(mine, mine if delta.counts is None else np.repeat(mine, delta.counts))
     part.finished = [finish for finish in delta.finished if finish.handle == handle]
     part.scored = [scored for scored in delta.scored if scored[0] == handle]
+    part.routed = None if delta.routed is None else delta.routed.take(delta.routed.owners == handle)
     return part
 
 

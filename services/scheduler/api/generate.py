@@ -112,6 +112,8 @@ class GenerateCall:
         for handle, scored in delta.scored:
             sample = message.samples.add(sample_index=handle)
             encode_scored(sample.prompt_logprobs.add(), scored)
+        for handle, start, experts in [] if delta.routed is None else delta.routed.pieces():
+            message.samples.add(sample_index=handle).routed_experts.add(start=start, experts=experts.tobytes())
         for index, end, count in zip(delta.handles.tolist(), ends.tolist(), counts.tolist(), strict=True):
             self._add(message.samples.add(), delta, index, slice(end - count, end), finished.pop(index, None))
         for index, finish in finished.items():

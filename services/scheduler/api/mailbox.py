@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from services.common.errors import Overloaded, TokaError
+from services.common.plan.routed_experts import RoutedExperts
 from services.common.plan.top_logprobs import TopLogprobs
 from services.scheduler.core.output import Delta
 from services.scheduler.core.plan import NO_FLOATS
@@ -37,6 +38,7 @@ def merged(deltas: list[Delta]) -> Delta:
         np.diff(starts, append=len(order)),
         finished=[finish for delta in deltas for finish in delta.finished],
         scored=[scored for delta in deltas for scored in delta.scored],
+        routed=RoutedExperts.join([delta.routed for delta in deltas]),
     )
 
 
@@ -133,6 +135,7 @@ def _size(item: Any) -> int:
         return 64
     tokens = len(item.tokens)
     scored = sum(8 * len(scored.logprobs) + 8 * len(scored.top.logprobs) for _, scored in item.scored)
+    scored += 0 if item.routed is None else item.routed.experts.size + 12 * len(item.routed.owners)
     listed = 0 if item.top is None else len(item.top.token_ids)
     return scored + 64 + 8 * tokens + 4 * len(item.logprobs) + 8 * listed + 64 * len(item.finished)
 

@@ -3,6 +3,7 @@
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from services.common.errors import NotFound, Unavailable
 from services.common.model.files import ModelCard
@@ -87,4 +88,5 @@ class ServedModel:
             else generate_pb2.LOGPROBS_MODE_RAW,
             default_sampling=self.default_sampling,
             default_max_tokens=card.defaults.max_new_tokens,
+            routed_experts=None if shape.routed_experts is None else asdict(shape.routed_experts),
         )

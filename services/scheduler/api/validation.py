@@ -24,6 +24,7 @@ from tokasaurus.scheduler.v1 import generate_pb2
 _MOST_STOP_STRINGS = 16
 _LONGEST_STOP_BYTES = 4096
 _MOST_TOP_LOGPROBS = 20
+_MOST_ROUTED_BYTES = 48 * 1024 * 1024  # of a prompt's experts, which may come in one message of at most 64 MiB
 _LONGEST = {"request_id": 256, "length_class": 64, "fairness_key": 256}  # characters
 _PRIORITIES = {encoded: each for each, encoded in PRIORITIES.items()}
 _PRIORITIES[generate_pb2.PRIORITY_CLASS_UNSPECIFIED] = Priority.NORMAL
@@ -92,6 +93,7 @@ def read_request(
         sink=sink,
         handle=handle,
     )
+    request.routed_start = _routed_start(message, len(tokens), model)
     request.end_after, request.park_after = _stragglers(message.stragglers, n)
     if message.HasField("resume"):
         read_resume(request, message, model)
@@ -187,6 +189,34 @@ def _processed_logprobs(output: generate_pb2.Output, model: ServedModel) -> bool
             field="output.logprobs_mode",
         )
     return processed
+
+
+def _routed_start(message: generate_pb2.GenerateRequest, tokens: int, model: ServedModel) -> int | None:
+    """Return the position of the first of ``tokens`` prompt tokens whose experts are wanted, or None for none."""
+    output, start, layout = message.output, message.output.routed_experts_start, model.shape.routed_experts
+    field = "output.routed_experts_start"
+    if not output.routed_experts:
+        if start:
+            raise InvalidRequest(
+                "routed_experts_start needs routed_experts: set output.routed_experts, or leave it out", field=field
+            )
+        return None
+    if layout is None:
+        raise InvalidRequest(
+            "the worker keeps no experts of tokens: leave routed_experts out, or start the worker of a mixture of"
+            " experts with return_routed_experts=T",
+            field="output.routed_experts",
+        )
+    if start > tokens:
+        raise InvalidRequest(f"routed_experts_start is {start}: expected at most {tokens}, the prompt", field=field)
+    if (size := (tokens - start) * layout.token_bytes) > _MOST_ROUTED_BYTES:
+        least = tokens - _MOST_ROUTED_BYTES // layout.token_bytes
+        raise InvalidRequest(
+            f"the experts of {tokens - start} prompt tokens take {size} bytes: expected at most {_MOST_ROUTED_BYTES};"
+            f" set routed_experts_start to at least {least}, and take those of earlier tokens from an earlier request",
+            field=field,
+        )
+    return start
 
 
 def _check_logit_bias(sampling: Sampling, model: ServedModel, n: int) -> None:

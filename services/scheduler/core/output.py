@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.common.plan.result import ScoredTokens, StepResult
+from services.common.plan.routed_experts import RoutedExperts
 from services.common.plan.top_logprobs import TopLogprobs
 from services.scheduler.core.plan import NO_FLOATS, NO_TOKENS
 from services.scheduler.core.request import Finish
@@ -26,6 +27,7 @@ class Delta:
     counts: np.ndarray | None = None  # beside handles; None = each has one token
     finished: list[Finish] = field(default_factory=list)
     scored: list[tuple[int, ScoredTokens]] = field(default_factory=list)  # (handle, prompt tokens); precedes the tokens
+    routed: RoutedExperts | None = None  # owners are handles; precedes the ends
 
     def take(self, samples: np.ndarray, rows: np.ndarray) -> "Delta":
         """Return the entries ``samples`` of ``handles`` with their tokens, ``rows``, without ends and prompt tokens."""
@@ -42,10 +44,17 @@ class Outbox:
         self._deltas: list[tuple[int, Delta]] = []
         self._finished: dict[int, list[Finish]] = defaultdict(list)
         self._scored: dict[int, list[tuple[int, ScoredTokens]]] = defaultdict(list)
+        self._routed: dict[int, list[RoutedExperts]] = defaultdict(list)
 
     def score(self, sink: int, handle: int, scored: ScoredTokens) -> None:
         """Add log-probabilities of prompt tokens."""
         self._scored[sink].append((handle, scored))
+
+    def route(self, routed: RoutedExperts, sinks: np.ndarray) -> None:
+        """Add the experts of computed tokens. Their owners are handles. ``sinks`` has one entry for each owner."""
+        for sink in np.unique(sinks).tolist():
+            if (part := routed.take(sinks == sink)) is not None:
+                self._routed[sink].append(part)
 
     def finish(self, sink: int, finish: Finish) -> None:
         """Add the end of a sample."""
@@ -66,9 +75,9 @@ class Outbox:
     def take(self, step: int) -> list[tuple[int, Delta]]:
         """Return the output since the last call as (sink, delta). ``step`` is the number of deltas without tokens."""
         deltas, self._deltas = self._deltas, []
-        if self._finished or self._scored:
+        if self._finished or self._scored or self._routed:
             by_sink = dict(deltas)
-            for sink in dict.fromkeys((*self._scored, *self._finished)):
+            for sink in dict.fromkeys((*self._scored, *self._routed, *self._finished)):
                 if sink not in by_sink:
                     by_sink[sink] = Delta(step)
                     deltas.append((sink, by_sink[sink]))
@@ -76,7 +85,9 @@ class Outbox:
                 by_sink[sink].finished = finished
             for sink, scored in self._scored.items():
                 by_sink[sink].scored = scored
-            self._finished, self._scored = defaultdict(list), defaultdict(list)
+            for sink, parts in self._routed.items():
+                by_sink[sink].routed = RoutedExperts.join(parts)
+            self._finished, self._scored, self._routed = defaultdict(list), defaultdict(list), defaultdict(list)
         return deltas
 
     def _add(self, sink: int, delta: Delta) -> None:

@@ -72,6 +72,7 @@ class Request:
     resumed_tokens: int = 0  # tokens at the end of ``tokens`` that another scheduler generated
     end_after: int | None = None  # number of completed samples after which the others end; None: never
     park_after: int | None = None  # number of completed samples after which the others are parked; None: never
+    routed_start: int | None = None  # position of the first token whose experts are wanted; None: of no token
     first_sample_index: int = 0  # index of sample 0 in the sampling noise
     stop_state: int = 0  # state of the automaton after the resumed tail
     sink: int = 0  # destination of the output
@@ -134,7 +135,7 @@ class Sample:
     __slots__ = (
         "accepted_ns", "arrival", "cached_tokens", "computed_before", "finished", "first_plan_ns", "first_token_ns",
         "generated", "handle", "index", "known", "last_token_ns", "losses", "losses_alone", "overtaken",
-        "preempted_for_others", "preemptions", "reach", "request", "slot", "spans", "stop_state",
+        "preempted_for_others", "preemptions", "reach", "request", "routed", "slot", "spans", "stop_state",
     )  # fmt: skip
 
     def __init__(self, request: Request, offset: int, arrival: int, accepted_ns: int) -> None:
@@ -153,6 +154,8 @@ class Sample:
         # length that it would have had after the plans in flight.
         self.losses = self.losses_alone = self.reach = 0
         self.spans: tuple[WeightsSpan, ...] = ()  # its tokens until the last change of the weights
+        # Position of the next token whose experts are wanted, as of its last release from a slot; -1: of no token.
+        self.routed = -1 if request.routed_start is None else request.routed_start
         self.preemptions = 0
         self.preempted_for_others = 0  # preemptions for a higher class or another key
         self.overtaken = 0  # samples that were admitted before it while it was the first and did not fit

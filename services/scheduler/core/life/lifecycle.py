@@ -124,7 +124,7 @@ class Lifecycle:
             getattr(slots, name)[taken] = column
         slots.known[taken] = slots.given[taken]
         slots.observed_age[taken] = slots.given[taken] - slots.prompt[taken]
-        for name in ("guaranteed", "handle", "accepted_ns", "first_token_ns", "last_token_ns"):
+        for name in ("guaranteed", "handle", "accepted_ns", "first_token_ns", "last_token_ns", "routed"):
             getattr(slots, name)[taken] = list(map(attrgetter(name), samples))
         slots.stop_state[taken] = [stop_state for each in prepared for stop_state in each.stop_states]
 
@@ -284,7 +284,7 @@ class Lifecycle:
     def _copy_tokens(self, sample: Sample) -> None:
         state, slots, slot = self._state, self._state.pool.slots, sample.slot
         sample.generated = self._generated(slot, len(sample.request.tokens))
-        sample.known = int(slots.known[slot])
+        sample.known, sample.routed = int(slots.known[slot]), int(slots.routed[slot])
         sample.computed_before = int(slots.scheduled[slot])
         if sample.request.automaton is not None:
             sample.stop_state = int(slots.stop_state[slot]) - state.queue.matcher.base(sample.request.automaton)

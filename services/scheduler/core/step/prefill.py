@@ -26,6 +26,9 @@ _MOST_LOOKED_UP = 512 * 1024  # tokens of prompts looked up in the prefix tree f
 # of 64 MiB. A larger admission is alone in its plan, and must be below the second limit with its pages.
 _MOST_BYTES = 24 * 1024 * 1024
 _MOST_BYTES_ALONE = 48 * 1024 * 1024
+# Most bytes of experts of cached tokens that the samples of one plan want, unless one sample wants more. The result of
+# the plan carries all of them.
+_MOST_ROUTED_BYTES = 8 * 1024 * 1024
 _MOST_LATER = 64  # requests that wait in one plan because their prefix is being computed
 _MOST_OVERTAKEN = 1024  # samples that may be admitted before the first sample of the queue, which does not fit
 
@@ -119,7 +122,7 @@ class Prefill:
         ``room`` slots and ``budget`` tokens bound their number.
         """
         entries = []
-        looked_up = size = 0  # tokens; bytes
+        looked_up = size = routed = 0  # tokens; bytes; bytes of experts of cached tokens, at most
         later: set[Request] = set()
         claimed: set[PageName] = set()  # pages that an earlier entry adds to the prefix tree
         siblings: dict[Request, list[Sample]] = {}
@@ -132,8 +135,11 @@ class Prefill:
             more = request.admission_bytes + 4 * len(sample.generated)
             if size and size + more > _MOST_BYTES:
                 break
+            experts = self._routed_bytes(sample)
+            if routed and routed + experts > _MOST_ROUTED_BYTES:
+                break
             if request in siblings and not len(sample.generated):
-                size += more
+                size, routed = size + more, routed + experts
                 siblings[request].append(sample)
                 budget, room = budget - 1, room - 1
                 continue
@@ -151,9 +157,14 @@ class Prefill:
             elif entry.leads:
                 later.add(request)
             entries.append(entry)
-            size += more
+            size, routed = size + more, routed + experts
             budget, room = budget - (len(entry.tokens) - entry.cached), room - 1
         return entries
+
+    def _routed_bytes(self, sample: Sample) -> int:
+        """Return the bytes of the experts that the first result of ``sample`` carries, if all its tokens are cached."""
+        layout = self._state.pool.shape.routed_experts
+        return 0 if sample.routed < 0 or layout is None else (sample.given - sample.routed) * layout.token_bytes
 
     def _entry(self, plan: PlannedStep, sample: Sample, claimed: set[PageName]) -> Entry | None:
         """Return the entry of ``sample``, or None while a sent plan or an earlier entry computes more of its prefix."""
@@ -239,7 +250,7 @@ class Prefill:
             if entry.copied_page >= 0:
                 whole = int(state.pool.tree.depth[entry.node])
                 copies += [(entry.copied_page, page) for page in tables[:, whole].tolist()]
-            indices = [sample.index for sample in entry.samples]
+            rest = [(sample.index, sample.routed if sample.routed >= 0 else None) for sample in entry.samples]
             admissions += [
                 Admission(
                     slot,
@@ -250,10 +261,11 @@ class Prefill:
                     request.prompt_tokens,
                     index,
                     request.traced,
+                    routed,
                 )
-                for slot, pages, index in zip(slots.tolist(), tables, indices, strict=True)
+                for slot, pages, (index, routed) in zip(slots.tolist(), tables, rest, strict=True)
             ]
-            plan.admitted_ids += [request.request_id] * len(indices)
+            plan.admitted_ids += [request.request_id] * len(rest)
             if entry.leads:
                 self._lifecycle.shares.begin(entry.samples[0])
             missing = len(entry.tokens) - entry.cached

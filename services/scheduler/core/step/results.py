@@ -6,6 +6,7 @@ import numpy as np
 
 from services.common.errors import Internal, InvalidRequest, TokaError
 from services.common.plan.result import ScoredTokens, SlotFailure, StepResult
+from services.common.plan.routed_experts import RoutedExperts
 from services.scheduler.core.life.ending import Ending
 from services.scheduler.core.life.lifecycle import Lifecycle
 from services.scheduler.core.request import FinishReason, Request, Sample
@@ -28,6 +29,8 @@ class Results:
             state.queue.counters.wasted_steps += not live.any()
             result = select_rows(result, np.flatnonzero(live))
         self._take_scored(result)
+        if result.routed is not None:
+            self._take_routed(result.routed, result.step)
         self._fail(result)
         rows, tokens = result.slots, result.tokens
         if len(rows) == 0:
@@ -79,6 +82,15 @@ class Results:
         if 0 <= sent < len(scored.logprobs):
             request.scored += len(scored.logprobs) - sent
             self._state.queue.outbox.score(request.sink, request.handle, scored.behind(sent))
+
+    def _take_routed(self, routed: RoutedExperts, step: int) -> None:
+        """Output the experts of computed tokens. Those of a sequence that has left its slot are computed again."""
+        slots = self._state.pool.slots
+        live = routed.take(slots.active[routed.owners] & (slots.admitted_step[routed.owners] <= step))
+        if live is not None:
+            owners = live.owners
+            slots.routed[owners] = live.starts + live.counts
+            self._state.queue.outbox.route(live._replace(owners=slots.handle[owners]), slots.sink[owners])
 
     def _write(self, rows: np.ndarray, tokens: np.ndarray, now_ns: int) -> None:
         state, slots = self._state, self._state.pool.slots
