@@ -1,8 +1,11 @@
 """The built-in mixture of experts, served on a CPU."""
 
+import base64
+import io
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import numpy as np
 import pytest
 
 from bench.server import serve
@@ -46,3 +49,23 @@ def test_the_served_text_is_that_of_transformers_and_most_answers_are_right():
     assert texts[:COMPARED] == [greedy_text(model, tokenizer, prompt) for prompt in prompts[:COMPARED]]
     right = [final_number(text) == problem.answer for text, problem in zip(texts, PROBLEMS, strict=True)]
     assert sum(right) >= 6
+
+
+def test_the_returned_experts_are_those_that_transformers_chooses():
+    prompts = [completion_prompt(problem.question) for problem in PROBLEMS[:2]]
+    body = {"model": "builtin-moe", "prompt": prompts, "n": 3, "max_tokens": 40, "seed": 1}
+    body |= {"return_routed_experts": True, "return_token_ids": True}
+    with serve(model="builtin-moe", device="cpu", dtype="float32", return_routed_experts=True) as server:
+        for _ in range(2):  # the second time, the prompts are cached
+            answer = httpx.post(f"{server.base_url}/v1/completions", json=body, timeout=120, trust_env=False)
+            choices = answer.raise_for_status().json()["choices"]
+    assert len(choices) == 6
+    model = transformers.AutoModelForCausalLM.from_pretrained(BUILTIN_MOE, dtype=torch.float32).eval()
+    for choice in choices:
+        token_ids = choice["prompt_token_ids"] + choice["token_ids"][:-1]
+        with torch.inference_mode():
+            routers = model(torch.tensor([token_ids]), output_router_logits=True).router_logits
+        expected = torch.stack([each.topk(model.config.num_experts_per_tok).indices for each in routers], 1).numpy()
+        experts = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+        assert experts.shape == expected.shape
+        assert (experts == expected).mean() > 0.999  # nearly equal scores may be in another order

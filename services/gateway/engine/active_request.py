@@ -16,9 +16,10 @@ import numpy as np
 import structlog
 
 from services.common.boundaries import errors_to
-from services.common.errors import Internal, TokaError
+from services.common.errors import Internal, TokaError, Unavailable
 from services.gateway.engine.codec import PromptScores, SampleAction, SampleEnding, TokenLogprob
 from services.gateway.engine.request import NO_TOKENS, PromptRequest, Settings, Submission
+from services.gateway.engine.routed_experts import ReceivedExperts
 
 log = structlog.get_logger(__name__)
 
@@ -34,8 +35,8 @@ class ActiveSample:
     """
 
     __slots__ = (
-        "earlier_ids", "ending", "failed_tokens", "failover_delay_s", "index", "is_updated", "losses", "new_ids",
-        "new_logprobs", "prompt_index", "request", "sole_suspect_losses",
+        "earlier_ids", "ending", "experts", "failed_tokens", "failover_delay_s", "index", "is_updated", "losses",
+        "new_ids", "new_logprobs", "prompt_index", "request", "sole_suspect_losses",
     )  # fmt: skip
 
     def __init__(self, request: "ActiveRequest", index: int, prompt_index: int) -> None:
@@ -47,6 +48,7 @@ class ActiveSample:
         self.ending: SampleEnding | None = None
         self.failed_tokens = 0  # tokens of the last scheduler before the sample failed
         self.is_updated = False
+        self.experts: ReceivedExperts | None = None  # None: not wanted
         # Set by failover:
         self.earlier_ids: np.ndarray = NO_TOKENS  # uint32, tokens from previous schedulers
         self.failover_delay_s = 0.0  # from the first submission to the last one
@@ -134,6 +136,8 @@ class ActiveRequest:
         for prompt_index, prompt in enumerate(prompts):
             first = len(self.samples)
             self.samples += [ActiveSample(self, first + i, prompt_index) for i in range(prompt.settings.n)]
+            for sample in self.samples[first:]:
+                sample.experts = ReceivedExperts.of(prompt.settings)
             seed = _seeds.getrandbits(64) if prompt.seed is None else prompt.seed
             submission = Submission(prompt, seed, prompt.request_id, 0, prompt.settings.n)
             self.scheduler_requests.append(SchedulerRequest(submission, self, self.samples[first:]))
@@ -201,6 +205,11 @@ class ActiveRequest:
         if ending.error is not None:
             sample.failed_tokens = max(0, ending.completion_tokens - len(sample.earlier_ids))
             self.fail(ending.error)
+            return
+        if sample.experts is not None and (missing := sample.experts.missing(ending)):
+            self.fail(
+                Unavailable(f"the experts of {missing} tokens were lost with a scheduler; send the request again")
+            )
             return
         if sample.failover_delay_s:
             ending = _add_failover_delay(ending, sample)
@@ -298,6 +307,8 @@ class ActiveRequest:
         for sample in lost:
             if len(tokens[sample]):
                 sample.earlier_ids = np.concatenate((sample.earlier_ids, tokens[sample]))
+            if not len(sample.earlier_ids):  # the next scheduler sends them again: samples may share a request
+                sample.experts = ReceivedExperts.of(prompt.settings)
             before = runs[-1][-1] if runs else None
             if before is None or len(sample.earlier_ids) or len(before.earlier_ids) or before.index + 1 != sample.index:
                 runs.append([])
@@ -310,8 +321,9 @@ class ActiveRequest:
         requests = []
         for run in runs:
             first = run[0].index - run[0].prompt_index * prompt.settings.n
+            routed = 0 if run[0].experts is None else run[0].experts.tokens
             name = f"{prompt.request_id}+{attempt}.{first}"
-            rest = Submission(prompt, submission.seed, name, first, len(run), run[0].earlier_ids, scores)
+            rest = Submission(prompt, submission.seed, name, first, len(run), run[0].earlier_ids, scores, routed)
             requests.append(SchedulerRequest(rest, self, run, accepted=request.accepted, attempt=attempt))
             scores = False
         return requests

@@ -9,9 +9,10 @@ import numpy as np
 
 from services.common import errors
 from services.common.packed import fill, read_fixed32, read_float
+from services.common.plan.routed_experts import RoutedExperts, RoutedExpertsLayout
 from services.common.rpc.status import from_status
 from services.gateway.engine.request import Grammar, RequestPriority, Submission
-from tokasaurus.common.v1 import sampling_pb2
+from tokasaurus.common.v1 import routed_experts_pb2, sampling_pb2
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, session_pb2
 
 CONTRACT_MAJOR, RESUME_MINOR, SUBMITS_MINOR, STRAGGLERS_MINOR = "1", 5, 11, 13
@@ -56,6 +57,7 @@ class ModelFacts:
     default_max_tokens: int | None = None  # limit of an answer for which the client gave none; None = no limit
     logprobs_modes: bool = False  # requests can choose a logprobs_mode
     thinking_budgets: bool = False
+    routed_experts: RoutedExpertsLayout | None = None  # form of the experts of tokens; None: they are not available
 
     @property
     def can_resume(self) -> bool:
@@ -134,6 +136,8 @@ class StepTokens:
     logprobs: list[TokenLogprob | None] | None  # beside token_ids; None for a sample without logprobs
     endings: list[tuple[int, SampleEnding]]  # (handle, ending), after the tokens
     prompts: list[tuple[int, PromptScores]] = field(default_factory=list)  # (handle, scores), before the tokens
+    # (handle, position of the first token, uint8 [tokens, token_bytes]), before the endings
+    routed: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
 
 
 def encode_open(client_id: str) -> session_pb2.SessionRequest:
@@ -205,6 +209,9 @@ def encode_submit(submission: Submission) -> session_pb2.SessionRequest:
         request.output.prompt_logprobs = settings.prompt_logprobs
         if settings.prompt_logprobs_start:
             request.output.prompt_logprobs_start = settings.prompt_logprobs_start
+    if settings.routed_experts is not None:
+        request.output.routed_experts = True
+        request.output.routed_experts_start = settings.routed_experts_start + submission.routed
     if settings.processed_logprobs is not None:
         request.output.logprobs_mode = _LOGPROBS_MODES[settings.processed_logprobs]
     if settings.top_logprobs:
@@ -247,7 +254,12 @@ def decode_model(model: observe_pb2.Model) -> ModelFacts:
         default_max_tokens=model.default_max_tokens if model.HasField("default_max_tokens") else None,
         logprobs_modes=model.logprobs_mode != generate_pb2.LOGPROBS_MODE_UNSPECIFIED,
         thinking_budgets=model.thinking_budgets,
+        routed_experts=_decode_layout(model.routed_experts) if model.HasField("routed_experts") else None,
     )
+
+
+def _decode_layout(layout: routed_experts_pb2.RoutedExpertsLayout) -> RoutedExpertsLayout:
+    return RoutedExpertsLayout(layout.layers, layout.experts_per_token, layout.bytes_per_expert)
 
 
 def decode_outputs(outputs: session_pb2.StepOutputs) -> StepTokens:
@@ -259,7 +271,18 @@ def decode_outputs(outputs: session_pb2.StepOutputs) -> StepTokens:
         logprobs=_decode_logprobs(outputs.logprobs) if outputs.HasField("logprobs") else None,
         endings=[(finished.handle, _decode_ending(finished.finish)) for finished in outputs.finished],
         prompts=[(prompt.handle, _decode_scores(prompt.logprobs)) for prompt in outputs.prompts],
+        routed=[piece for experts in outputs.routed_experts for piece in _decode_routed(experts)],
     )
+
+
+def _decode_routed(message: session_pb2.StepRoutedExperts) -> list[tuple[int, int, np.ndarray]]:
+    """Return the pieces. Raises ``Unavailable`` if they do not fit each other."""
+    fields = message.handles, message.starts, message.token_counts
+    handles, starts, counts = (read_fixed32(each).astype(np.int64) for each in fields)
+    routed = RoutedExperts.read(handles, starts, counts, message.experts)
+    if not routed.whole:
+        raise errors.Unavailable("the scheduler sent experts of tokens that do not fit each other")
+    return routed.pieces()
 
 
 def _decode_scores(scores: generate_pb2.PromptLogprobs) -> PromptScores:

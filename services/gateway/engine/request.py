@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from services.common.plan.routed_experts import RoutedExpertsLayout
 from tokasaurus.common.v1.sampling_pb2 import Sampling
 
 GrammarKind = Literal["json_schema", "regex", "choices", "lark"]  # as in the scheduler's contract
@@ -62,6 +63,8 @@ class Settings:
     processed_logprobs: bool | None = (
         None  # score the sampling distribution, not the raw logits; None: the server's default
     )
+    routed_experts: RoutedExpertsLayout | None = None  # form of the experts of each token; None: not wanted
+    routed_experts_start: int = 0  # position of the first token whose experts are wanted
     grammar: Grammar | None = None
     priority: RequestPriority = RequestPriority.NORMAL
     cache_salt: str = ""
@@ -104,6 +107,7 @@ class Submission:
     n: int  # number of samples
     generated_ids: np.ndarray = field(default_factory=lambda: NO_TOKENS)  # uint32, tokens of a single resumed sample
     scores: bool = True  # ask for the prompt's log-probabilities, if the request has them
+    routed: int = 0  # tokens whose experts were received from earlier schedulers
 
     @property
     def resumes(self) -> bool:

@@ -304,6 +304,11 @@ class Session:
             per_token = slots.per_token[handles]
             if per_token.any():
                 self._pass_tokens(step, per_token)
+        for handle, start, experts in step.routed:
+            sample = self._samples.get(handle)
+            if sample is not None and sample.experts is not None:
+                with sample.request.failing_on_errors("experts of tokens could not be processed"):
+                    sample.experts.add(start, experts)
         lost: dict[ActiveSample, np.ndarray] = {}
         incomplete: Unavailable | None = None
         for handle, ending in step.endings:

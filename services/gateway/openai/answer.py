@@ -20,6 +20,7 @@ from services.gateway.openai.grammar.answer import GRAMMAR_FIELD, explain
 from services.gateway.openai.logprobs import echoed, mean_logprob, prompt_logprobs
 from services.gateway.openai.packed_logprobs import pack
 from services.gateway.openai.prompt_log import PromptLog
+from services.gateway.openai.routed_experts import encode_experts
 from services.gateway.openai.shapes import Shape
 from services.gateway.openai.sse import EventStream
 from services.gateway.openai.transcript import Piece, Transcript, whole_text
@@ -97,8 +98,7 @@ class Answer:
     async def _write_all(self, active: ActiveRequest) -> list[bytes]:
         """Return every choice as JSON. Each is written when it ends, so that little work follows the last token."""
         written = [b""] * len(active.samples)
-        scored = self._settings.prompt_logprobs is not None
-        most = _INLINE_LOGPROBS if active.logprobs or scored else _INLINE_TOKENS
+        most = _INLINE_LOGPROBS if active.logprobs or self._returns_prompt else _INLINE_TOKENS
         while ended := await active.wait_ended():
             if sum(self._prompt_work(choice) + choice.outcome.completion_tokens for choice in ended) > most:
                 texts = await self.gateway.text.in_thread(self._write, ended)
@@ -124,7 +124,7 @@ class Answer:
         return [self.shape.choice(choice, self._piece(choice)) for choice in choices]
 
     def _piece(self, choice: ActiveSample) -> Piece:
-        token_ids = self._token_ids(choice)
+        token_ids, routed = self._token_ids(choice), self._experts(choice)
         packed = None
         if self._settings.packed_logprobs:
             packed = pack(choice.new_ids, choice.logprobs, self._settings.top_logprobs)
@@ -133,12 +133,13 @@ class Answer:
         if not logprobs or packed is not None:
             text = whole_text(self._vocabulary, ids, choice.outcome)
             self._log_text(choice, text)
-            return self._after_prompt(choice, Piece(text, [], token_ids, packed=packed))
+            return self._after_prompt(choice, Piece(text, [], token_ids, packed=packed, routed_experts=routed))
         transcript = self._transcript(choice)
         begun = transcript.push(ids, logprobs)
         rest = transcript.finish(choice.outcome)
         self._log_text(choice, begun.text + rest.text)
-        return self._after_prompt(choice, Piece(begun.text + rest.text, begun.entries + rest.entries, token_ids))
+        piece = Piece(begun.text + rest.text, begun.entries + rest.entries, token_ids, routed_experts=routed)
+        return self._after_prompt(choice, piece)
 
     async def _explained(self, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield ``events``. Raises the error that ends them in words for the caller."""
@@ -193,6 +194,9 @@ class Answer:
                 stop_reason = None if reason is None else choice.stop_reason
                 weights = () if choice.ending is None else choice.ending.weights
                 piece = Piece(text, entries, token_ids, weights=weights, stop_reason=stop_reason)
+                if choice.ending is not None and choice.experts is not None:
+                    experts = await self.gateway.text.in_thread(self._experts, choice)
+                    piece = piece._replace(routed_experts=experts)
                 if opens and self._prompt_work(choice) > _INLINE_LOGPROBS:
                     piece = await self.gateway.text.in_thread(self._after_prompt, choice, piece)
                 elif opens:
@@ -222,6 +226,12 @@ class Answer:
         """Return the token ids since the last ``take``, a stop token included, or None if the caller wants none."""
         return list(map(int, choice.new_ids)) if self._settings.return_token_ids else None
 
+    def _experts(self, choice: ActiveSample) -> str | None:
+        """Return the experts of the tokens of a choice that has ended, or None if the caller wants none."""
+        layout, experts = self._settings.routed_experts, choice.experts
+        choice.experts = None  # they may take megabytes
+        return None if layout is None or experts is None else encode_experts(experts.data, layout)
+
     def _after_prompt(self, choice: ActiveSample, piece: Piece) -> Piece:
         """Return the first piece of a choice with its prompt before it, as far as the caller wants the prompt."""
         settings, number = self._settings, choice.prompt_index
@@ -237,8 +247,13 @@ class Answer:
         return echoed(prompt, scores, settings.top_logprobs, self.echo[number], self._vocabulary, piece)
 
     def _prompt_work(self, choice: ActiveSample) -> int:
-        """Return the number of prompt tokens whose log-probabilities are returned with a choice."""
-        return 0 if self._settings.prompt_logprobs is None else len(self.prompts[choice.prompt_index].prompt_ids)
+        """Return the number of prompt tokens about which data is returned with a choice."""
+        return len(self.prompts[choice.prompt_index].prompt_ids) if self._returns_prompt else 0
+
+    @property
+    def _returns_prompt(self) -> bool:
+        """True if log-probabilities or experts of prompt tokens are returned."""
+        return self._settings.prompt_logprobs is not None or self._settings.routed_experts is not None
 
     def _close(self, active: ActiveRequest, bounds: Bounds, disconnected: bool) -> None:
         self._end(active, bounds)

@@ -96,7 +96,10 @@ class ChatShape(Shape):
             reason = self._readers.reason(index, reason)
         elif not contents and (piece.entries or piece.token_ids):
             contents.append(self._chunk_content("", False))
-        pieces = [piece] + [_EMPTY._replace(stop_reason=piece.stop_reason, weights=piece.weights)] * (len(contents) - 1)
+        later = _EMPTY._replace(
+            stop_reason=piece.stop_reason, weights=piece.weights, routed_experts=piece.routed_experts
+        )
+        pieces = [piece] + [later] * (len(contents) - 1)
         reasons = [None] * (len(contents) - 1) + [reason]
         return b"".join(map(self._chunk, [index] * len(contents), contents, pieces, reasons))
 

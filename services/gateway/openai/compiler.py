@@ -146,6 +146,7 @@ class RequestCompiler(NamedTuple):
             ids = np.asarray(prompt, np.uint32)
             check_token_ids(ids, facts.vocab_size, facts.max_context_tokens, field)
             _check_prompt_logprobs_start(settings.prompt_logprobs_start, len(ids))
+            _check_routed_experts_start(settings.routed_experts_start, len(ids))
             repeat = 0
             if seed is not None and len(prompts) > 1:
                 key = ids.tobytes()
@@ -198,6 +199,14 @@ def _check_prompt_logprobs_start(start: int, prompt_tokens: int) -> None:
         raise InvalidValue(
             f"prompt_logprobs_start={start}: the prompt has {prompt_tokens} tokens; expected 0 to {prompt_tokens - 1}",
             field="prompt_logprobs_start",
+        )
+
+
+def _check_routed_experts_start(start: int, prompt_tokens: int) -> None:
+    if start > prompt_tokens:
+        raise InvalidValue(
+            f"routed_experts_prompt_start={start}: the prompt has {prompt_tokens} tokens; expected at most that",
+            field="routed_experts_prompt_start",
         )
 
 

@@ -145,6 +145,12 @@ class GenerationBody(GrammarBody, SamplingBody):
     prompt_logprobs_start: Annotated[int, Field(ge=0, lt=2**31)] | None = optional(
         "Position of the first prompt token in prompt_logprobs. Cached prefixes before it are not computed again."
     )
+    return_routed_experts: bool | None = optional(
+        "true: return routed_experts in each choice: the experts that computed each token, as a NumPy file in Base64."
+    )
+    routed_experts_prompt_start: Annotated[int, Field(ge=0, lt=2**31)] | None = optional(
+        "Position of the first token in routed_experts, at most the length of the prompt."
+    )
     logprobs_in_fingerprint: bool | None = optional(
         "true: return log-probabilities, packed, in system_fingerprint. Not allowed with stream or echo."
     )
@@ -208,6 +214,10 @@ class GenerationBody(GrammarBody, SamplingBody):
             raise ValueError("prompt_logprobs: not with stream; leave one of them out")
         if self.prompt_logprobs_start and self.prompt_logprobs is None:
             raise ValueError("prompt_logprobs_start: only allowed with prompt_logprobs; send both, or leave it out")
+        if self.routed_experts_prompt_start and not self.return_routed_experts:
+            raise ValueError(
+                "routed_experts_prompt_start: only allowed with return_routed_experts; send both, or leave it out"
+            )
         if self.logprobs_in_fingerprint and self.stream:
             raise ValueError(
                 "logprobs_in_fingerprint: not with stream, whose fingerprint comes first; leave one of them out"

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from services.common.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from services.common.logprobs_mode import PROCESSED
+from services.common.plan.routed_experts import RoutedExpertsLayout
 from services.common.sampling import PARAMETERS
 from services.common.text.thinking import BEGINS, ENDS
 from services.gateway.engine.codec import ModelFacts
@@ -44,6 +45,8 @@ def make_settings(body: GenerationBody, facts: ModelFacts, caller: Caller, gramm
         prompt_logprobs=body.prompt_top,
         prompt_logprobs_start=body.prompt_logprobs_start or 0,
         processed_logprobs=_processed_logprobs(body, facts),
+        routed_experts=_routed_experts(body, facts),
+        routed_experts_start=body.routed_experts_prompt_start or 0,
         grammar=grammar,
         priority=_priority(body.priority),
         cache_salt=caller.cache_salt(body.cache_salt or ""),
@@ -84,6 +87,19 @@ def _check_prompt_logprobs(body: GenerationBody, facts: ModelFacts) -> None:
             field=field,
         )
     _check_top("prompt_logprobs", body.prompt_logprobs, facts)
+
+
+def _routed_experts(body: GenerationBody, facts: ModelFacts) -> RoutedExpertsLayout | None:
+    """Return the form of the experts of tokens, or None if the caller wants none."""
+    if not body.return_routed_experts:
+        return None
+    if facts.routed_experts is None:
+        raise UnsupportedParameter.at(
+            "return_routed_experts",
+            "the worker that serves this model keeps no experts of tokens; leave it out, or have the worker of a"
+            " mixture of experts started with return_routed_experts=T",
+        )
+    return facts.routed_experts
 
 
 def _check_stragglers(body: GenerationBody, facts: ModelFacts) -> None:

@@ -145,6 +145,8 @@ class Shape(ABC):
             finish += b',"stop_reason":%b' % orjson.dumps(piece.stop_reason)
             if piece.weights:
                 finish += b',"weights":%b' % orjson.dumps(_spans(piece.weights))
+            if piece.routed_experts is not None:
+                finish += b',"routed_experts":"%b"' % piece.routed_experts.encode()
         choice = b'[{"index":%d,%b,"logprobs":%b,"finish_reason":%b}]' % (index, content, logprobs, finish)
         if piece.token_ids is not None:
             extras = {"token_ids": piece.token_ids} | self._chunk_extras(index)
@@ -159,6 +161,8 @@ class Shape(ABC):
         document["stop_reason"] = choice.stop_reason
         if choice.outcome.weights:
             document["weights"] = _spans(choice.outcome.weights)
+        if piece.routed_experts is not None:
+            document["routed_experts"] = piece.routed_experts
         if piece.token_ids is not None:
             document["token_ids"] = piece.token_ids
         if piece.packed is not None:

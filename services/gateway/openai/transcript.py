@@ -32,13 +32,15 @@ class Piece(NamedTuple):
     packed: Packed | None = None  # log-probabilities of all tokens
     weights: tuple[tuple[str, int], ...] = ()  # in the last piece: ``SampleEnding.weights``
     stop_reason: str | int | None = None  # in the last piece: the stop string or token id that ended the choice
+    routed_experts: str | None = None  # in the last piece
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
     """Return the consecutive ``pieces`` of a stream's choice as one piece."""
     texts, entries, token_ids, *_ = zip(*pieces, strict=True)
     ids = None if token_ids[0] is None else list(chain.from_iterable(token_ids))
-    return Piece("".join(texts), list(chain.from_iterable(entries)), ids)
+    experts = pieces[-1].routed_experts
+    return Piece("".join(texts), list(chain.from_iterable(entries)), ids, routed_experts=experts)
 
 
 def whole_text(vocabulary: Vocabulary, token_ids: TokenIds, ending: SampleEnding) -> str:

@@ -79,6 +79,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
+    "routed_experts_prompt_start": (0,),
     "return_tokens_as_token_ids": (False,),
     "safe_prompt": (False,),
     "samplers": ([],),
@@ -119,6 +120,7 @@ SAME = {
     "min_new_tokens": "min_tokens",
     "random_seed": "seed",
     "regex": "guided_regex",
+    "routed_experts_start_len": "routed_experts_prompt_start",
     "stop_sequences": "stop",
     "truncate": "truncate_prompt_tokens",
 }
