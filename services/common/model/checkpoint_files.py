@@ -14,7 +14,7 @@ from typing import Any
 from services.common.errors import InvalidRequest
 from services.common.model.json_object import LARGEST_JSON, check_name, parse_json, read_json
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _ALONE = "model.safetensors"
 _GIT_LFS = b"version https://git-lfs"
 # bits of an element, by dtype
@@ -74,7 +74,7 @@ def read_shards(directory: Path) -> Iterator[CheckpointShard | BrokenFile]:
             continue
         if absent := [tensor for tensor, file in placed.items() if file == name and tensor not in shard.tensors]:
             yield BrokenFile(
-                f"{_INDEX} says that {name} contains {reprlib.repr(absent[0])}{_more(absent)}, but it does not",
+                f"{INDEX} says that {name} contains {reprlib.repr(absent[0])}{_more(absent)}, but it does not",
                 "fetch both again: they are of different versions",
             )
         else:
@@ -92,7 +92,7 @@ def weight_paths(directory: Path) -> list[Path]:
 
 def read_index(directory: Path) -> dict[str, str]:
     """Return the file name of each tensor, or nothing if all tensors are in one file. Raises ``BrokenFile``."""
-    path, alone = directory / _INDEX, (directory / _ALONE).exists()
+    path, alone = directory / INDEX, (directory / _ALONE).exists()
     try:
         content = read_json(path)
         placed = content.get("weight_map") if content else {}

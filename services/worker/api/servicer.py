@@ -115,7 +115,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         header = read_header(next(requests, None))
         try:
             with undo_on_error(weights.uploads.remove, header.update_id):
-                weights.receive(header.update_id, read_tensors(header), read_chunks(requests))
+                weights.receive(header.update_id, read_tensors(header.tensors), read_chunks(requests))
                 if not context.is_active():
                     raise Cancelled("the caller has disconnected")
         except TokaError:

@@ -15,21 +15,26 @@ def read_header(first: weights_pb2.UploadWeightsRequest | None) -> weights_pb2.U
     return first.header
 
 
-def read_tensors(header: weights_pb2.UploadHeader) -> dict[str, StoredTensor]:
-    """Return the descriptions of the tensors by name. Raises ``InvalidRequest``, which names the tensor."""
+def read_tensors(
+    described: Iterable[common_weights_pb2.UploadedTensor], field: str = "header.tensors"
+) -> dict[str, StoredTensor]:
+    """Return the descriptions of the tensors by name. Raises ``InvalidRequest``, which names the tensor.
+
+    ``field`` is the field of the request with the descriptions.
+    """
     tensors: dict[str, StoredTensor] = {}
-    for each in header.tensors:
+    for each in described:
         if each.name in tensors:
-            raise InvalidRequest(f"{each.name[:256]} is in the header twice; leave one out", field="header.tensors")
+            raise InvalidRequest(f"{each.name[:256]} is in {field} twice; leave one out", field=field)
         if each.dtype not in FLOATS:
             expected = ", ".join(sorted(FLOATS))
             raise InvalidRequest(
-                f"{each.name[:256]} has dtype {each.dtype[:64]!r}; expected one of {expected}", field="header.tensors"
+                f"{each.name[:256]} has dtype {each.dtype[:64]!r}; expected one of {expected}", field=field
             )
         if len(each.shape) > MOST_DIMENSIONS:  # the size of more would take hours to compute
             raise InvalidRequest(
                 f"{each.name[:256]} has {len(each.shape)} dimensions; expected at most {MOST_DIMENSIONS}",
-                field="header.tensors",
+                field=field,
             )
         tensors[each.name] = StoredTensor(each.dtype, tuple(each.shape))
     return tensors

@@ -87,7 +87,7 @@ class TensorFile:
     ) -> None:
         os.close(self._file)
 
-    def write(self, name: str, offset: int, data: bytes) -> None:
+    def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
         """Write ``data`` at ``offset`` bytes of the tensor ``name``. Raises ``InvalidRequest`` and ``OSError``."""
         stored = self._tensors.get(name)
         if stored is None:
@@ -124,7 +124,7 @@ class TensorFile:
                     field="chunk.name",
                 )
 
-    def _write(self, at: int, data: bytes) -> None:
+    def _write(self, at: int, data: bytes | memoryview) -> None:
         left = memoryview(data)
         while left:
             written = os.pwrite(self._file, left, at)

@@ -2,16 +2,17 @@
 
 import contextlib
 import errno
+import json
 import re
 import shutil
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import structlog
 
 from services.common.errors import FailedPrecondition, InvalidRequest
-from services.common.model.checkpoint_files import StoredTensor
+from services.common.model.checkpoint_files import INDEX, StoredTensor
 from services.common.model.uploads import uploads_folder, uploads_of
 from services.worker.engine.tensor_file import TensorFile
 from tokasaurus.common.v1 import weights_pb2
@@ -23,7 +24,7 @@ _UPDATE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
 
 
 class Uploads:
-    """Uploads in the directories ``toka-uploads/OWNER/UPDATE_ID``, one safetensors file each. Any thread may call.
+    """Uploads in the directories ``toka-uploads/OWNER/UPDATE_ID``, as safetensors files. Any thread may call.
 
     The owner is the worker that wrote the file. Only the owner removes it. Other workers with the same file system
     read it.
@@ -60,17 +61,41 @@ class Uploads:
         Raises ``InvalidRequest``, which names the tensor, and ``FailedPrecondition`` if the files cannot be written.
         The caller must then remove the upload.
         """
+        with self.writing(update_id, _FILE, tensors) as file:
+            for chunk in chunks:
+                file.write(chunk.name, chunk.offset, chunk.data)
+
+    @contextlib.contextmanager
+    def writing(self, update_id: str, name: str, tensors: Mapping[str, StoredTensor]) -> Iterator[TensorFile]:
+        """Yield the file ``name`` of a prepared upload, into which the block writes all of ``tensors``.
+
+        Raises ``InvalidRequest``, which names the tensor, and ``FailedPrecondition`` if the file cannot be written.
+        """
         _check_id(update_id)
-        path = self._own / update_id / _FILE
+        path = self._own / update_id / name
         try:
             size, free = sum(each.nbytes for each in tensors.values()), shutil.disk_usage(path.parent).free
             if size > free:
                 raise OSError(errno.ENOSPC, f"{size:,} bytes are needed and {free:,} are free")
             with TensorFile(path, tensors) as file:
-                for chunk in chunks:
-                    file.write(chunk.name, chunk.offset, chunk.data)
+                yield file
                 file.check()
             path.stat()  # a new stream of plans may have removed it
+        except OSError as error:
+            raise FailedPrecondition(_cannot_write(path, error)) from error
+
+    def owns(self, update_id: str) -> bool:
+        """Return whether this worker has prepared the upload, and so has to write it."""
+        return bool(_UPDATE_ID.fullmatch(update_id)) and (self._own / update_id).is_dir()
+
+    def write_index(self, update_id: str, files: Mapping[str, str]) -> None:
+        """Write the index of an upload that has several files. ``files`` has the file name of each tensor.
+
+        Raises ``FailedPrecondition`` if it cannot be written.
+        """
+        path = self._own / update_id / INDEX
+        try:
+            path.write_text(json.dumps({"metadata": {}, "weight_map": dict(files)}))
         except OSError as error:
             raise FailedPrecondition(_cannot_write(path, error)) from error
 

@@ -1,7 +1,7 @@
 """Reading of new weights for a model that runs."""
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from services.worker.models import weights
 from services.worker.models.base import Staged
 from services.worker.models.decoder import DecoderModel
 
-_UPLOAD = "the upload"  # place of a tensor in errors
+UPLOAD = "the upload"  # place of a tensor in errors
 _FACTOR = 0x9E3779B97F4A7C15  # odd, and close to the golden ratio times 2^64
 _POSITIONS = np.arange(1 << 17, dtype=np.uint64) * np.uint64(0xB0A2FA93E88556EA) + np.uint64(1)  # odd
 
@@ -43,20 +43,33 @@ def check_upload(tensors: Mapping[str, StoredTensor], described: ModelConfig) ->
 
     Raises ``InvalidRequest``, which names the tensor, if one is missing, unexpected, or of another shape or dtype.
     """
-    expected, used, unused = checkpoint_shapes(described), 0, 0
+    expected = checkpoint_shapes(described)
     try:
-        for name, stored in tensors.items():
-            _check_place(_UPLOAD, name, expected, described)
-            weights.check_stored(_UPLOAD, name, stored, expected.get(name, stored.shape))
-            used, unused = (used + stored.nbytes, unused) if name in expected else (used, unused + stored.nbytes)
-        weights.check_missing(_UPLOAD, expected.keys() - tensors.keys())
-        if unused > used:
-            largest = max(tensors.keys() - expected.keys(), key=lambda name: tensors[name].nbytes)
-            raise InvalidRequest(
-                f"{_UPLOAD}: {largest} is not used by this model and makes the upload too large; leave it out"
-            )
+        check_described(UPLOAD, tensors, expected, described)
+        weights.check_missing(UPLOAD, expected.keys() - tensors.keys())
+        check_unused(UPLOAD, tensors, expected)
     except InvalidRequest as error:
         raise InvalidRequest(error.message, field="header.tensors") from error
+
+
+def check_described(
+    place: str, tensors: Mapping[str, StoredTensor], expected: Mapping[str, Sequence[int]], described: ModelConfig
+) -> None:
+    """Compare descriptions of tensors, by name, with the ``expected`` shapes of the checkpoint's tensors.
+
+    Raises ``InvalidRequest``, which names the tensor and ``place``, if one is unexpected, or of another shape or dtype.
+    """
+    for name, stored in tensors.items():
+        _check_place(place, name, expected, described)
+        weights.check_stored(place, name, stored, expected.get(name, stored.shape))
+
+
+def check_unused(place: str, tensors: Mapping[str, StoredTensor], expected: Collection[str]) -> None:
+    """Raise ``InvalidRequest`` if tensors that are not ``expected`` make up more than half of ``tensors``."""
+    unused = {name: each.nbytes for name, each in tensors.items() if name not in expected}
+    if 2 * sum(unused.values()) > sum(each.nbytes for each in tensors.values()):
+        largest = max(unused, key=lambda name: unused[name])
+        raise InvalidRequest(f"{place}: {largest} is not used by this model and makes {place} too large; leave it out")
 
 
 @torch.no_grad()
@@ -78,7 +91,7 @@ def _read(directory: Path, wanted: Collection[str], described: ModelConfig) -> S
                 if name not in known:
                     continue
                 tensor = shard.get_tensor(name).clone()  # the file may change
-                if not _is_finite(tensor):
+                if not is_finite(tensor):
                     raise InvalidRequest(f"{path}: {name} has values that are not finite")
                 fingerprint ^= fingerprint_of(name, tensor)
                 if name not in wanted:
@@ -115,6 +128,6 @@ def fingerprint_of(name: str, tensor: torch.Tensor) -> int:
     return (total * _FACTOR + int.from_bytes(content[whole:].tobytes())) % 2**64
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether all values are finite. Their sum shows it at a fraction of the time, unless it overflows."""
     return bool(tensor.sum(dtype=torch.float32).isfinite() or tensor.isfinite().all())

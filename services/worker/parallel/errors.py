@@ -22,11 +22,11 @@ def lost_peer(name: str) -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise ParallelError(
-            f"{name} of this replica is lost ({_first_sentence(error)}); start all of its workers again"
+            f"{name} of this replica is lost ({first_sentence(error)}); start all of its workers again"
         ) from error
 
 
-def _first_sentence(error: RuntimeError) -> str:
+def first_sentence(error: BaseException) -> str:
     """Return the first sentence of the message, without the location in torch's source."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     line = line.partition("] ")[2] if line.startswith("[") and "] " in line else line
