@@ -10,13 +10,14 @@ import structlog
 from services.common.boundaries import errors_to, undo_on_error
 from services.common.errors import Cancelled, FailedPrecondition, InvalidRequest, TokaError, Unavailable
 from services.common.memory_parts import check_level, read_parts, write_parts
+from services.worker.api.broadcast import read_address, run_while_called
 from services.worker.api.stream import Stream, Superseded
 from services.worker.api.upload import read_chunks, read_header, read_tensors
 from services.worker.engine.engine import Engine
 from services.worker.engine.sleep import Sleeper
 from services.worker.engine.weights import ModelWeights
 from tokasaurus.common.v1 import weights_pb2
-from tokasaurus.worker.v1 import sleep_pb2, worker_pb2, worker_pb2_grpc
+from tokasaurus.worker.v1 import broadcast_pb2, sleep_pb2, worker_pb2, worker_pb2_grpc
 from tokasaurus.worker.v1 import weights_pb2 as worker_weights_pb2
 
 log = structlog.get_logger(__name__)
@@ -132,6 +133,38 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def Wake(self, request: sleep_pb2.WakeRequest, context: grpc.ServicerContext) -> sleep_pb2.WakeResponse:
         self._ready_sleeper().wake(read_parts(request.parts))
         return sleep_pb2.WakeResponse()
+
+    def JoinUpdateGroup(
+        self, request: broadcast_pb2.JoinUpdateGroupRequest, context: grpc.ServicerContext
+    ) -> broadcast_pb2.JoinUpdateGroupResponse:
+        weights = self._ready_weights()
+        broadcasts = weights.broadcasts
+        address = read_address(request.group, weights.rank_index, weights.device)
+        run_while_called(
+            context,
+            lambda: broadcasts.join(address),
+            lambda group: None if group is None else broadcasts.abandon(group),
+        )
+        return broadcast_pb2.JoinUpdateGroupResponse()
+
+    def LeaveUpdateGroup(
+        self, request: broadcast_pb2.LeaveUpdateGroupRequest, context: grpc.ServicerContext
+    ) -> broadcast_pb2.LeaveUpdateGroupResponse:
+        return broadcast_pb2.LeaveUpdateGroupResponse(left=self._ready_weights().broadcasts.leave(request.name))
+
+    def ReceiveWeights(
+        self, request: broadcast_pb2.ReceiveWeightsRequest, context: grpc.ServicerContext
+    ) -> broadcast_pb2.ReceiveWeightsResponse:
+        broadcasts = self._ready_weights().broadcasts
+        group = broadcasts.find(request.group)
+        with undo_on_error(broadcasts.abandon, group):
+            tensors = read_tensors(request.tensors, "tensors")
+            missing = run_while_called(
+                context,
+                lambda: broadcasts.receive(request.update_id, group, tensors, flat=request.flat),
+                lambda _: broadcasts.abandon(group),
+            )
+        return broadcast_pb2.ReceiveWeightsResponse(missing=len(missing), first_missing=missing[0] if missing else "")
 
     def fail(self, error: TokaError) -> None:
         """End the open stream with ``error``, because the engine will send no more results."""

@@ -21,6 +21,7 @@ from services.worker.layers.factory import make_kernels, make_linear
 from services.worker.models import staging, weights
 from services.worker.models.base import ModelSource, RankModel, Staged
 from services.worker.models.decoder import DecoderModel
+from services.worker.models.received import ReceivedTensors
 
 log = structlog.get_logger(__name__)
 
@@ -68,6 +69,9 @@ class NativeSource(ModelSource):
 
     def check_upload(self, tensors: Mapping[str, StoredTensor]) -> None:
         staging.check_upload(tensors, self.described)
+
+    def receive(self, model: RankModel) -> ReceivedTensors:
+        return ReceivedTensors(_own(model).targets().keys(), self.described)
 
     def apply(self, staged: Staged, model: RankModel) -> None:
         staging.apply(staged, _own(model))

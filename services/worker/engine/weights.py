@@ -15,6 +15,7 @@ from services.common.errors import FailedPrecondition, Internal, InvalidRequest,
 from services.common.memory_parts import MemoryPart
 from services.common.model.checkpoint_files import StoredTensor
 from services.worker.boot.common import Loaded
+from services.worker.engine.broadcast import Broadcasts
 from services.worker.engine.uploads import Uploads
 from services.worker.models.base import Staged
 from services.worker.runner.base import Runner
@@ -66,13 +67,16 @@ class ModelWeights:
         self._loaded, self._runner, self._run_alone = loaded, runner, run_alone
         self._directories = [Path(each).expanduser().resolve() for each in directories]
         self._uploads = Uploads(self._directories[0], address) if self._directories else None
+        self._broadcasts = None if self._uploads is None else Broadcasts(loaded, self._uploads)
         self.changing = threading.Lock()  # held while tensors are read or written, given back or taken again
         self._writing = threading.Lock()  # held from the first written tensor until ``version`` is that of the tensors
         self._staged: _Update | None = None
         self.version = WeightsVersion("", str(loaded.directory))
 
     def stage(self, update_id: str, version: str, directory: str) -> Staged:
-        """Read and check new weights, and return them. With an empty ``directory``, read the upload of the update.
+        """Read and check new weights, and return them.
+
+        With an empty ``directory``, they are those that were received or uploaded for the update.
 
         Raises ``InvalidRequest``, ``PermissionDenied`` and ``FailedPrecondition``. Then nothing is staged.
         """
@@ -81,11 +85,9 @@ class ModelWeights:
         with self.changing:
             self._staged = None
             path = directory or str(self.uploads.find(update_id))
-            try:
-                staged = self._loaded.source.stage(self._permitted(path), self._loaded.model)
-            except InvalidRequest as error:
-                error.field = error.field if directory else "header.tensors"
-                raise
+            staged = None if directory else self.broadcasts.take(update_id)
+            if staged is None:
+                staged = self._read(path, uploaded=not directory)
             self._staged = _Update(update_id, version, path, not directory, staged)
         return staged
 
@@ -127,8 +129,10 @@ class ModelWeights:
         with self.changing:
             if self._staged is not None and self._staged.update_id == update_id:
                 self._staged = None
-            if remove_upload and self._uploads is not None and update_id != self.version.update_id:
-                self._uploads.remove(update_id)
+            if self._uploads is not None:
+                self.broadcasts.forget(update_id)
+                if remove_upload and update_id != self.version.update_id:
+                    self._uploads.remove(update_id)
 
     @property
     def uploads(self) -> Uploads:
@@ -136,6 +140,23 @@ class ModelWeights:
         if self._uploads is None:
             raise _without_directories()
         return self._uploads
+
+    @property
+    def broadcasts(self) -> Broadcasts:
+        """The groups with trainers. Raises ``PermissionDenied`` without ``weight_directories``."""
+        if self._broadcasts is None:
+            raise _without_directories()
+        return self._broadcasts
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self._loaded.model.device
+
+    @property
+    def rank_index(self) -> int:
+        """The number of the worker in its replica."""
+        return self._loaded.model.ranks.index
 
     def receive(
         self, update_id: str, tensors: Mapping[str, StoredTensor], chunks: Iterable[weights_pb2.TensorChunk]
@@ -152,6 +173,7 @@ class ModelWeights:
     def remove_abandoned_uploads(self) -> None:
         """Remove all uploads except that of the present weights. Called when a scheduler begins a stream of plans."""
         if self._uploads is not None:
+            self.broadcasts.forget()
             self._uploads.keep_only(self.settled_version().update_id)
 
     def checksums(self) -> tuple[WeightsVersion, list[tuple[str, str]]]:
@@ -169,6 +191,13 @@ class ModelWeights:
     def _check_awake(self) -> None:
         if self._loaded.memory is not None and MemoryPart.WEIGHTS in self._loaded.memory.asleep:
             raise FailedPrecondition("the weights are asleep; wake them first")
+
+    def _read(self, path: str, *, uploaded: bool) -> Staged:
+        try:
+            return self._loaded.source.stage(self._permitted(path), self._loaded.model)
+        except InvalidRequest as error:
+            error.field = "header.tensors" if uploaded else error.field
+            raise
 
     def _permitted(self, directory: str) -> Path:
         """Return the resolved ``directory``. Raises ``PermissionDenied`` and ``InvalidRequest``."""

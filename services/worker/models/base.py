@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from services.worker.described.config import ModelConfig, Windows
 from services.worker.described.ranks import Ranks
 from services.worker.layers.rotary import RotationTables
 from services.worker.parallel.exchange import ALONE, Exchange
+
+if TYPE_CHECKING:
+    from services.worker.models.received import ReceivedTensors
 
 # Returns a function as one compiled graph. The arguments are the function and the dimension of its tensors that is the
 # number of tokens.
@@ -135,6 +138,10 @@ class ModelSource(ABC):
 
         Raises ``InvalidRequest``, which names the tensor that does not fit, and ``FailedPrecondition``.
         """
+        raise _irreplaceable()
+
+    def receive(self, model: RankModel) -> "ReceivedTensors":
+        """Return an empty set of tensors for ``model``, which will arrive. Raises ``FailedPrecondition``."""
         raise _irreplaceable()
 
     def apply(self, staged: Staged, model: RankModel) -> None:
