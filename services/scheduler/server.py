@@ -21,6 +21,7 @@ from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES, Dialer
 from services.common.rpc.server import RpcServer
 from services.common.text.tokenizer import Tokenizer
 from services.scheduler.api.access import Access, exposure
+from services.scheduler.api.broadcast import BroadcastUpdates
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.metrics import SchedulerMetrics
 from services.scheduler.api.model import ServedModel
@@ -37,6 +38,7 @@ from services.scheduler.engine.pace import MOST_AHEAD
 from services.scheduler.engine.statsd import Statsd
 from services.scheduler.grammar.checker import GrammarChecker
 from services.scheduler.record.recorder import Recorder
+from services.scheduler.workers.broadcast import BroadcastCalls
 from services.scheduler.workers.link import WorkerLink
 from services.scheduler.workers.upload import Uploader
 from tokasaurus.scheduler.v1 import scheduler_pb2_grpc
@@ -128,10 +130,10 @@ class SchedulerServer:
         self._grammar_checker = GrammarChecker(config.tokenizer or str(card.directory), card.eos_token_ids)
         send_timeout = SendTimeout(config.slow_client_seconds)
         updates = WeightUpdates(self._hub, self._link, Uploader(config.worker_addresses, dialer))
+        broadcasts = BroadcastUpdates(self._link, updates, BroadcastCalls(config.worker_addresses, dialer))
         sleeps = Sleeps(self._hub, self._link, updates.committing)
-        servicer = SchedulerServicer(
-            self._hub, self.model, self._grammar_checker, updates, sleeps, self.scheduler_id, send_timeout, access
-        )
+        parts = self._hub, self.model, self._grammar_checker, updates, broadcasts, sleeps
+        servicer = SchedulerServicer(*parts, self.scheduler_id, send_timeout, access)
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, self._rpc.grpc_server)
         self.address = await self._rpc.start(config.scheduler_listen)
         self.engine.start()

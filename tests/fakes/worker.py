@@ -26,8 +26,8 @@ from services.common.plan.result import Timing
 from services.common.process.tracing import Tracing
 from services.common.rpc.server import RpcServer
 from services.worker.engine.traces import PrefillTraces
+from tests.fakes.broadcasts import FakeBroadcasts
 from tests.fakes.model import FakeModel, FakeShape, Script, Violation, parrot_script, reply_script
-from tests.fakes.uploads import FakeUploads
 from tokasaurus.common.v1 import weights_pb2
 from tokasaurus.worker.v1 import plan_pb2, sleep_pb2, worker_pb2, worker_pb2_grpc
 from tokasaurus.worker.v1 import weights_pb2 as worker_weights_pb2
@@ -41,7 +41,7 @@ class _Plans(asyncio.Queue):
     unanswered = 0
 
 
-class FakeWorker(FakeUploads, worker_pb2_grpc.WorkerServiceServicer):
+class FakeWorker(FakeBroadcasts, worker_pb2_grpc.WorkerServiceServicer):
     """One worker at one address, alone or as one rank of several. Owned and driven by one asyncio loop.
 
     ``violations`` collects broken contracts: a test asserts that it stays empty.
@@ -119,6 +119,7 @@ class FakeWorker(FakeUploads, worker_pb2_grpc.WorkerServiceServicer):
         """End the stream without a word and forget everything, as a process that died and came back."""
         self.incarnation_id = uuid.uuid4().hex
         self.weights, self.staged, self.asleep = weights_pb2.Weights(), None, frozenset()
+        self.groups.clear()
         if self._end is not None and not self._end.done():
             self._end.set_exception(Unavailable("the fake worker crashed"))
 
@@ -158,6 +159,7 @@ class FakeWorker(FakeUploads, worker_pb2_grpc.WorkerServiceServicer):
         self.staged = None
         if (waiting := self.on_stage()) is not None:
             await asyncio.shield(waiting)
+        self.check_arrived(request.update_id)
         if (content := self._content(request)) is None:
             raise InvalidRequest(f"{request.directory}: model.norm.weight is missing", field="directory")
         self.staged = request

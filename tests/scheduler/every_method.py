@@ -4,7 +4,14 @@ import grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.scheduler.service import PROMPT
-from tokasaurus.scheduler.v1 import control_pb2, generate_pb2, observe_pb2, scheduler_pb2_grpc, session_pb2
+from tokasaurus.scheduler.v1 import (
+    broadcast_pb2,
+    control_pb2,
+    generate_pb2,
+    observe_pb2,
+    scheduler_pb2_grpc,
+    session_pb2,
+)
 
 
 def request(max_tokens: int = 2, stop_token_ids=(), **fields) -> generate_pb2.GenerateRequest:
@@ -34,6 +41,9 @@ ADMIN = {
     "CommitWeights": control_pb2.CommitWeightsRequest(update_id="x"),
     "DiscardWeights": control_pb2.DiscardWeightsRequest(update_id="x"),
     "GetWeights": control_pb2.GetWeightsRequest(),
+    "JoinUpdateGroup": broadcast_pb2.JoinUpdateGroupRequest(),
+    "LeaveUpdateGroup": broadcast_pb2.LeaveUpdateGroupRequest(name="x"),
+    "ReceiveWeights": broadcast_pb2.ReceiveWeightsRequest(version="x" * 257),
 }
 OF_ADMINS = {"Session", "UploadWeights", *ADMIN}
 METHODS = {*OF_ADMINS, *INFERENCE, "reflection"}
@@ -44,6 +54,8 @@ CODES = {
     "StageWeights": grpc.StatusCode.INVALID_ARGUMENT,
     "UploadWeights": grpc.StatusCode.INVALID_ARGUMENT,
     "CommitWeights": grpc.StatusCode.FAILED_PRECONDITION,
+    "JoinUpdateGroup": grpc.StatusCode.INVALID_ARGUMENT,
+    "ReceiveWeights": grpc.StatusCode.INVALID_ARGUMENT,
 }
 
 

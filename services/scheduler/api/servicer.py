@@ -15,6 +15,7 @@ from services.common.memory_parts import check_level, read_parts
 from services.common.packed import fill, read_fixed32
 from services.common.rpc.interceptor import AnyContext
 from services.scheduler.api.access import Access
+from services.scheduler.api.broadcast import BroadcastUpdates
 from services.scheduler.api.encoding import encode_curve, encode_overview, encode_plan_event
 from services.scheduler.api.generate import GenerateCall
 from services.scheduler.api.hub import Hub
@@ -36,6 +37,7 @@ from services.scheduler.engine import pauses
 from services.scheduler.grammar.checker import GrammarChecker
 from services.scheduler.grammar.message import name_of
 from tokasaurus.scheduler.v1 import (
+    broadcast_pb2,
     control_pb2,
     generate_pb2,
     observe_pb2,
@@ -61,6 +63,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         model: ServedModel,
         grammar_checker: GrammarChecker,
         updates: WeightUpdates,
+        broadcasts: BroadcastUpdates,
         sleeps: Sleeps,
         scheduler_id: str,
         send_timeout: SendTimeout,
@@ -69,7 +72,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._hub = hub
         self._model = model
         self._grammar_checker = grammar_checker
-        self._updates, self._sleeps = updates, sleeps
+        self._updates, self._broadcasts, self._sleeps = updates, broadcasts, sleeps
         self._scheduler_id = scheduler_id
         self._send_timeout = send_timeout
         self._access = access or Access()
@@ -208,6 +211,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def StageWeights(
         self, request: control_pb2.StageWeightsRequest, context: AnyContext
     ) -> control_pb2.StageWeightsResponse:
+        if request.received:
+            if request.directory:
+                raise InvalidRequest("must be empty, because received is true", field="directory")
+            return await self._broadcasts.stage(request.version)
         version = request.version if request.HasField("version") else request.directory[:VERSION_CHARACTERS]
         return await self._updates.stage(request.directory, version)
 
@@ -215,6 +222,23 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request_iterator: AsyncIterator[control_pb2.UploadWeightsRequest], context: AnyContext
     ) -> control_pb2.StageWeightsResponse:
         return await self._updates.upload(request_iterator)
+
+    async def JoinUpdateGroup(
+        self, request: broadcast_pb2.JoinUpdateGroupRequest, context: AnyContext
+    ) -> broadcast_pb2.JoinUpdateGroupResponse:
+        await self._broadcasts.join(request.group)
+        return broadcast_pb2.JoinUpdateGroupResponse()
+
+    async def LeaveUpdateGroup(
+        self, request: broadcast_pb2.LeaveUpdateGroupRequest, context: AnyContext
+    ) -> broadcast_pb2.LeaveUpdateGroupResponse:
+        return broadcast_pb2.LeaveUpdateGroupResponse(left=await self._broadcasts.leave(request.name))
+
+    async def ReceiveWeights(
+        self, request: broadcast_pb2.ReceiveWeightsRequest, context: AnyContext
+    ) -> broadcast_pb2.ReceiveWeightsResponse:
+        received = await self._broadcasts.receive(request)
+        return broadcast_pb2.ReceiveWeightsResponse(missing=received.missing, first_missing=received.first_missing)
 
     async def CommitWeights(
         self, request: control_pb2.CommitWeightsRequest, context: AnyContext

@@ -55,9 +55,9 @@ class WeightUpdates:
         """
         if not directory:
             raise InvalidRequest("expected an absolute path on the workers' hosts", field="directory")
-        _check_version(version, "version")
+        check_version(version, "version")
         update = Update(uuid.uuid4().hex, version, directory)
-        async with undo_on_error_async(self._forget_later, update):
+        async with undo_on_error_async(self.forget_later, update):
             return await self._stage_to_the_end(update)
 
     async def upload(
@@ -75,6 +75,11 @@ class WeightUpdates:
                 pass
             raise
 
+    async def stage_received(self, update: Update, stream: WorkerStream) -> control_pb2.StageWeightsResponse:
+        """Stage weights that the workers of ``stream`` have received. Raises ``TokaError``; then they are forgotten."""
+        async with undo_on_error_async(self.forget_later, update):
+            return await self._stage_to_the_end(update, stream)
+
     async def commit(self, update_id: str, mode: PauseMode, *, recompute: bool) -> control_pb2.CommitWeightsResponse:
         """Commit a staged update between two steps. Raises ``TokaError``.
 
@@ -89,6 +94,13 @@ class WeightUpdates:
                 self._staged = None
                 await self._forget(staged.update)
 
+    async def forget_later(self, update: Update) -> None:
+        """Forget an update that failed or whose caller has left, when no other call changes weights."""
+        task = asyncio.create_task(self._forget_next(update))  # it takes the lock after the task that stages it
+        self._discarding.add(task)
+        task.add_done_callback(self._discarding.discard)
+        await asyncio.shield(task)
+
     async def read(self, *, checksums: bool) -> control_pb2.GetWeightsResponse:
         """Return the weights of the replica, and the checksums of each rank. Raises ``TokaError``."""
         stream = self._connected()
@@ -102,9 +114,9 @@ class WeightUpdates:
         self, requests: AsyncIterator[control_pb2.UploadWeightsRequest]
     ) -> control_pb2.StageWeightsResponse:
         header = await _read_header(requests)
-        _check_version(header.version, "header.version")
+        check_version(header.version, "header.version")
         update, stream = Update(uuid.uuid4().hex, header.version, directory=""), self._connected()
-        async with undo_on_error_async(self._forget_later, update):
+        async with undo_on_error_async(self.forget_later, update):
             await self._send(update, header, _read_chunks(requests), stream)
             return await self._stage_to_the_end(update, stream)
 
@@ -150,13 +162,6 @@ class WeightUpdates:
             self._staged = _Staged(update, stream)
         log.info("weights staged", version=update.version, directory=update.directory or "uploaded", bytes=size)
         return size
-
-    async def _forget_later(self, update: Update) -> None:
-        """Forget an update that failed or whose caller has left, when no other call changes weights."""
-        task = asyncio.create_task(self._forget_next(update))  # it takes the lock after the task that stages it
-        self._discarding.add(task)
-        task.add_done_callback(self._discarding.discard)
-        await asyncio.shield(task)
 
     async def _forget_next(self, update: Update) -> None:
         async with self._changing:
@@ -238,7 +243,8 @@ async def _read_chunks(
         yield request.chunk
 
 
-def _check_version(version: str, field: str) -> None:
+def check_version(version: str, field: str) -> None:
+    """Raise ``InvalidRequest`` if the version in ``field`` is empty or too long."""
     if not 1 <= len(version) <= VERSION_CHARACTERS:
         raise InvalidRequest(f"expected 1 to {VERSION_CHARACTERS} characters", field=field)
 

@@ -44,7 +44,7 @@ class Uploader:
             for address in self._addresses:
                 channel = await opened.enter_async_context(self._dialer.open_aio(address))
                 stub: WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
-                if await _prepare(address, stub, update_id):
+                if await prepare(address, stub, update_id):
                     calls[address] = stub.UploadWeights()
             header = worker_weights_pb2.UploadHeader(update_id=update_id, tensors=tensors)
             for each in await send_to_all(calls, _messages(header, chunks), _error):
@@ -52,7 +52,7 @@ class Uploader:
                     raise each
 
 
-async def _prepare(address: str, stub: "WorkerServiceAsyncStub", update_id: str) -> bool:
+async def prepare(address: str, stub: "WorkerServiceAsyncStub", update_id: str) -> bool:
     """Return whether the worker has to receive the upload. Raises ``TokaError``."""
     request = worker_weights_pb2.PrepareUploadRequest(update_id=update_id)
     try:

@@ -1,0 +1,127 @@
+"""Updates of the weights of a replica that a trainer broadcasts to its workers."""
+
+import asyncio
+import uuid
+from collections import Counter
+from dataclasses import dataclass
+
+import structlog
+
+from services.common.boundaries import undo_on_error_async
+from services.common.errors import FailedPrecondition, InvalidRequest, Unavailable
+from services.scheduler.api.weights import WeightUpdates, check_version
+from services.scheduler.workers.broadcast import BroadcastCalls
+from services.scheduler.workers.link import WorkerLink
+from services.scheduler.workers.stream import WorkerStream
+from services.scheduler.workers.weights import Update
+from tokasaurus.common.v1 import weights_pb2
+from tokasaurus.scheduler.v1 import broadcast_pb2, control_pb2
+from tokasaurus.worker.v1 import broadcast_pb2 as worker_broadcast_pb2
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass
+class _Open:
+    """An update of which the workers of ``stream`` have received tensors, or will."""
+
+    update_id: str
+    group: str
+    stream: WorkerStream
+    version: str = ""  # empty: not known yet
+
+
+class BroadcastUpdates:
+    """Receives one update at a time. Used on the event loop."""
+
+    def __init__(self, link: WorkerLink, updates: WeightUpdates, workers: BroadcastCalls) -> None:
+        self._link, self._updates, self._workers = link, updates, workers
+        self._receiving = asyncio.Lock()  # held while workers receive tensors or stage them
+        self._open: _Open | None = None
+        self._ended: Counter[str] = Counter()  # number of groups of each name that have ended
+
+    async def join(self, group: weights_pb2.UpdateGroup) -> None:
+        """Make all workers join ``group``. Raises ``TokaError``; then none is in it."""
+        await self.leave(group.name)
+        async with undo_on_error_async(self._close, group.name, self._ended[group.name]):
+            await self._workers.join(group)
+        log.info("the workers joined a trainer", group=group.name, first_rank=group.first_rank, size=group.world_size)
+
+    async def leave(self, name: str) -> bool:
+        """Make all workers leave a group, even if the caller is cancelled. Return whether one was in it."""
+        self._ended[name] += 1
+        opened = self._open
+        if opened is not None and opened.group == name:
+            self._open = None
+        return await asyncio.shield(asyncio.create_task(self._leave(name, opened)))
+
+    async def receive(
+        self, request: broadcast_pb2.ReceiveWeightsRequest
+    ) -> worker_broadcast_pb2.ReceiveWeightsResponse:
+        """Make all workers receive tensors of the open update.
+
+        Raises ``TokaError``. Then, and if the caller is cancelled, the update is forgotten and the group is closed.
+        """
+        ended = self._ended[request.group]
+        async with undo_on_error_async(self._close, request.group, ended), self._receiving:
+            if self._ended[request.group] != ended:
+                raise FailedPrecondition(
+                    f"the group {request.group[:128]!r} was closed after an error, or left; join a new group",
+                    field="group",
+                )
+            opened = await self._continue(request)
+            return await self._workers.receive(opened.update_id, opened.group, request.tensors, flat=request.flat)
+
+    async def stage(self, version: str) -> control_pb2.StageWeightsResponse:
+        """Stage the open update, which ends. Raises ``TokaError``; then nothing is staged."""
+        check_version(version, "version")
+        async with self._receiving:
+            opened, self._open = self._open, None
+            if opened is None:
+                raise FailedPrecondition(
+                    "no tensors were received: an error has ended their update, or they were staged before; receive"
+                    " all of them again",
+                    field="received",
+                )
+            return await self._updates.stage_received(Update(opened.update_id, version, directory=""), opened.stream)
+
+    async def _continue(self, request: broadcast_pb2.ReceiveWeightsRequest) -> _Open:
+        """Return the open update, or begin one."""
+        if request.version:
+            check_version(request.version, "version")
+        opened = self._open
+        if opened is not None and opened.group == request.group and request.begin:
+            self._open = None
+            await self._updates.forget_later(Update(opened.update_id, opened.version, directory=""))
+            opened = None
+        if opened is None:
+            if (stream := self._link.stream) is None:
+                raise Unavailable("no worker is connected; try again")
+            opened = self._open = _Open(uuid.uuid4().hex, request.group, stream, request.version)
+            await self._workers.prepare(opened.update_id)
+        if opened.group != request.group:
+            raise FailedPrecondition(
+                f"an update by the group {opened.group!r} is unfinished; finish it, or leave that group", field="group"
+            )
+        if opened.stream is not self._link.stream:
+            raise Unavailable("a worker was lost since the update began; join a new group, and repeat it")
+        if request.version not in ("", opened.version) and opened.version:
+            raise InvalidRequest(
+                f"{request.version!r}, but the tensors before are of {opened.version!r}; send one version at a time",
+                field="version",
+            )
+        opened.version = request.version or opened.version
+        return opened
+
+    async def _close(self, name: str, ended: int) -> None:
+        """Make all workers leave a group, because its trainer may have sent tensors that no worker has received.
+
+        ``ended``: number of groups of this name that had ended before. A later group is not affected.
+        """
+        if self._ended[name] == ended:
+            await self.leave(name)
+
+    async def _leave(self, name: str, opened: _Open | None) -> bool:
+        if opened is not None and opened.group == name:
+            await self._updates.forget_later(Update(opened.update_id, opened.version, directory=""))
+        return await self._workers.leave(name)

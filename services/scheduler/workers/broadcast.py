@@ -1,0 +1,101 @@
+"""Calls about broadcasts of weights to all workers of a replica at the same time."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from services.common.errors import FailedPrecondition, TokaError, Unavailable
+from services.common.rpc.channel import Dialer, task_is_cancelled
+from services.common.rpc.status import from_rpc_error
+from services.scheduler.workers.upload import prepare
+from tokasaurus.common.v1 import weights_pb2
+from tokasaurus.worker.v1 import broadcast_pb2, worker_pb2_grpc
+
+if TYPE_CHECKING:
+    from tokasaurus.worker.v1.worker_pb2_grpc import WorkerServiceAsyncStub
+
+_LEAVE_TIMEOUT_S = 10.0
+_SINCE = "2.4"  # version of the contract
+
+Method = Callable[["WorkerServiceAsyncStub"], Callable[..., Awaitable[Any]]]
+
+
+class BroadcastCalls:
+    """Calls to the workers at ``addresses``, over new connections. Used on the event loop.
+
+    If a call fails, the others are cancelled, because a broadcast needs all ranks. If the caller is cancelled, all are.
+    """
+
+    def __init__(self, addresses: Sequence[str], dialer: Dialer) -> None:
+        self._addresses, self._dialer = addresses, dialer
+
+    async def join(self, group: weights_pb2.UpdateGroup) -> None:
+        """Make all workers join ``group``. Raises ``TokaError``, the error of a worker."""
+        await self._call(lambda stub: stub.JoinUpdateGroup, broadcast_pb2.JoinUpdateGroupRequest(group=group))
+
+    async def leave(self, name: str) -> bool:
+        """Make all workers leave a group, as far as they can be called. Return whether one was in it."""
+        request = broadcast_pb2.LeaveUpdateGroupRequest(name=name)
+        found = await asyncio.gather(*(self._leave(address, request) for address in self._addresses))
+        return any(found)
+
+    async def prepare(self, update_id: str) -> None:
+        """Prepare the files of an update at one worker of each file system. Raises ``TokaError``."""
+        async with AsyncExitStack() as opened:
+            # One after the other, because each worker looks for a directory that another one has made.
+            for address in self._addresses:
+                channel = await opened.enter_async_context(self._dialer.open_aio(address))
+                await prepare(address, worker_pb2_grpc.WorkerServiceStub(channel), update_id)
+
+    async def receive(
+        self, update_id: str, group: str, tensors: Iterable[weights_pb2.UploadedTensor], *, flat: bool
+    ) -> broadcast_pb2.ReceiveWeightsResponse:
+        """Make all workers receive ``tensors``. Return the response of the first. Raises ``TokaError``."""
+        request = broadcast_pb2.ReceiveWeightsRequest(update_id=update_id, group=group, tensors=tensors, flat=flat)
+        responses: list[broadcast_pb2.ReceiveWeightsResponse] = await self._call(
+            lambda stub: stub.ReceiveWeights, request
+        )
+        return responses[0]
+
+    async def _call(self, method: Method, request: object) -> list[Any]:
+        """Return the response of each worker, in the order of ``addresses``. Raises the first error."""
+        calls = [asyncio.create_task(self._call_one(address, method, request)) for address in self._addresses]
+        try:
+            return list(await asyncio.gather(*calls))
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.wait(calls)
+
+    async def _call_one(self, address: str, method: Method, request: object) -> Any:
+        async with self._dialer.open_aio(address) as channel:
+            try:
+                return await method(worker_pb2_grpc.WorkerServiceStub(channel))(request)
+            except (grpc.RpcError, grpc.aio.UsageError, asyncio.CancelledError) as error:
+                if isinstance(error, asyncio.CancelledError) and task_is_cancelled():
+                    raise
+                raise _error(address, error) from error
+
+    async def _leave(self, address: str, request: broadcast_pb2.LeaveUpdateGroupRequest) -> bool:
+        async with self._dialer.open_aio(address) as channel:
+            stub: WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
+            try:
+                response: broadcast_pb2.LeaveUpdateGroupResponse = await stub.LeaveUpdateGroup(
+                    request, timeout=_LEAVE_TIMEOUT_S
+                )
+            except grpc.RpcError:  # the worker is lost, and its group with it
+                return False
+            return response.left
+
+
+def _error(address: str, error: BaseException) -> TokaError:
+    if not isinstance(error, grpc.RpcError):
+        return Unavailable(f"worker {address}: the connection has ended; join a new group, and repeat the update")
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return FailedPrecondition(f"worker {address} does not receive broadcasts; upgrade it to contract {_SINCE}")
+    found = from_rpc_error(error)
+    found.message = f"worker {address}: {found.message}"
+    return found
