@@ -21,8 +21,8 @@ from services.gateway.openai import chat, completions, other, stored_chats, toke
 from services.gateway.openai.responses import conversations
 from services.gateway.openai.responses import routes as responses
 from services.gateway.openai.router import Router
+from services.gateway.rollout import broadcast_routes, sleep_routes
 from services.gateway.rollout import routes as rollout
-from services.gateway.rollout import sleep_routes
 
 CLIENT_ROUTERS = (
     anthropic.router,
@@ -41,7 +41,13 @@ CLIENT_ROUTERS = (
     console.pages,
 )
 # On the port for operators, or on the public port if there is no other.
-OPERATOR_ROUTERS = (probes.metrics_router, rollout.router, sleep_routes.router, console.live)
+OPERATOR_ROUTERS = (
+    probes.metrics_router,
+    rollout.router,
+    broadcast_routes.router,
+    sleep_routes.router,
+    console.live,
+)
 
 
 class RouteTable:

@@ -48,6 +48,26 @@ async def call_all(
     return responses
 
 
+async def call_together(fleet: Fleet, method: Method[R], request: Any, *, since: str) -> list[R]:
+    """Return the response of every scheduler to a call that only ends if all schedulers take part.
+
+    The arguments are those of ``call_each``. If a call fails, the others are cancelled and its error is raised. If this
+    task is cancelled, all calls are.
+    """
+    requests = request if isinstance(request, list) else [request] * len(fleet.replicas)
+    pairs = zip(fleet.replicas, requests, strict=True)
+    calls = [asyncio.create_task(_call(replica, method, each, since, None)) for replica, each in pairs]
+    try:
+        for call in asyncio.as_completed(calls):
+            if isinstance(result := await call, TokaError):
+                raise result
+    finally:
+        for each in calls:
+            each.cancel()
+        await asyncio.wait(calls)
+    return [call.result() for call in calls]  # type: ignore[misc]  # none is an error
+
+
 async def stream_to_each(
     fleet: Fleet, method: Method[R], messages: AsyncIterator[Any], *, since: str
 ) -> Sequence[R | TokaError]:

@@ -66,7 +66,7 @@ async def update_weights(fleet: Fleet, directory: str, version: str | None, mode
     staging = control_pb2.StageWeightsRequest(directory=directory, version=version)
     async with fleet.updating:
         staged = await call_each(fleet, lambda stub: stub.StageWeights, staging, since=_SINCE, timeout_s=None)
-        return await _commit_staged(fleet, staged, mode)
+        return await commit_staged(fleet, staged, mode)
 
 
 async def upload_weights(
@@ -78,7 +78,7 @@ async def upload_weights(
     """
     async with fleet.updating:
         staged = await stream_to_each(fleet, lambda stub: stub.UploadWeights, messages, since=_UPLOADS_SINCE)
-        return await _commit_staged(fleet, staged, mode)
+        return await commit_staged(fleet, staged, mode)
 
 
 async def read_weights(fleet: Fleet, *, checksums: bool) -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ async def _pause(fleet: Fleet, mode: PauseMode, **fields: Any) -> list[control_p
     return await call_all(fleet, lambda stub: stub.Pause, request, since=_SINCE, timeout_s=None)
 
 
-async def _commit_staged(
+async def commit_staged(
     fleet: Fleet, staged: Sequence[control_pb2.StageWeightsResponse | TokaError], mode: PauseMode
 ) -> str:
     """Commit the update if every scheduler has staged it. Otherwise discard it, and raise the first error."""

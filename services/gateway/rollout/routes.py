@@ -1,6 +1,6 @@
 """Endpoints for trainers. They concern the requests of all clients, so they need the scope ``admin``."""
 
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 from fastapi import Request, Response
 from pydantic import Field
@@ -188,7 +188,7 @@ async def update_weights_from_disk(request: Request) -> Response:
     fleet = _gateway(request).fleet
     updating = control.update_weights(fleet, body.model_path, body.weight_version, mode)
     version = await while_connected(request.receive, updating)
-    return response(200, _updated(version), ignored_header(body))
+    return response(200, updated(version), ignored_header(body))
 
 
 @router.put("/weights", openapi_extra=_UPLOAD)
@@ -209,19 +209,19 @@ async def put_weights(request: Request) -> Response:
         if body.began or "expect" not in request.headers:  # a client that expects 100 Continue has sent nothing
             await body.discard()
         raise
-    return response(200, _updated(version))
+    return response(200, updated(version))
 
 
 @router.post("/update_weights_from_tensor")
 async def update_weights_from_tensor(request: Request) -> Response:
-    """Return an error: SGLang's bodies hold Python pickles. Use ``PUT /weights``, or ``UploadWeights`` over gRPC."""
-    return await _refuse_update(request, "its tensors are Python pickles, which can run code and are not read here")
-
-
-@router.post("/update_weights_from_distributed")
-async def update_weights_from_distributed(request: Request) -> Response:
-    """Return an error: there is no process group. Use ``PUT /weights``, or ``UploadWeights`` over gRPC."""
-    return await _refuse_update(request, "workers join no process group of a trainer")
+    """Return an error: SGLang's bodies hold Python pickles. Use ``/update_weights_from_distributed``."""
+    await SafetensorsBody(aiter(request.stream())).discard()
+    raise UnsupportedParameter(
+        "/update_weights_from_tensor is not supported: its tensors are Python pickles, which can run code and are not"
+        " read here; broadcast them and call /update_weights_from_distributed, send a safetensors file to"
+        " PUT /weights?weight_version=NAME, call UploadWeights over gRPC, or write the file where the workers can read"
+        " it and call /update_weights_from_disk"
+    )
 
 
 @router.get("/get_weight_version")
@@ -238,17 +238,9 @@ async def get_weights(request: Request) -> Response:
     return response(200, {"schedulers": await control.read_weights(_gateway(request).fleet, checksums=checksums)})
 
 
-def _updated(version: str) -> dict[str, Any]:
+def updated(version: str) -> dict[str, Any]:
+    """Return the response after an update of the weights."""
     return {"success": True, "message": f"all workers have the weights {version}", "weight_version": version}
-
-
-async def _refuse_update(request: Request, reason: str) -> NoReturn:
-    await SafetensorsBody(aiter(request.stream())).discard()
-    raise UnsupportedParameter(
-        f"{request.url.path} is not supported: {reason}; send a safetensors file to PUT /weights?weight_version=NAME,"
-        " call UploadWeights over gRPC, or write the file where the workers can read it and call"
-        " /update_weights_from_disk"
-    )
 
 
 def _read_flag(request: Request, name: str, *, default: bool) -> bool:
