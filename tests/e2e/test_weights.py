@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -14,6 +15,8 @@ from bench.server import Server, serve
 from tests.checkpoints import make_checkpoint
 from tests.e2e.samples import random_prompt
 from tests.gateway.deployment import eventually
+from tests.trainer import Tensors, Trainer
+from tests.worker.uploading import tensors_of
 
 pytestmark = pytest.mark.slow
 
@@ -129,4 +132,68 @@ def test_after_an_upload_answers_are_those_of_a_fresh_deployment(checkpoints, tm
     assert list(tmp_path.glob("toka-uploads/*")) == []
     with serve(model=checkpoints / "1", **flags) as fresh:
         assert asyncio.run(answers(fresh)) == after != before
+        assert checksums(fresh) == sums
+
+
+def described(tensors: Tensors, dtypes: str = "dtypes") -> dict:
+    return {
+        "names": list(tensors),
+        dtypes: [str(each.dtype).removeprefix("torch.") for each in tensors.values()],
+        "shapes": [list(each.shape) for each in tensors.values()],
+    }
+
+
+def broadcast(server: Server, checkpoint: Path, version: str, style: str) -> None:
+    """Replace the weights as a trainer of SGLang or vLLM does, with a group of its own, in two buckets."""
+    tensors, called = tensors_of(checkpoint), partial(post, server)
+    count = httpx.get(f"{server.base_url}/get_world_size", timeout=TIMEOUT_S).json()["world_size"]
+    with Trainer(count + 1, "weight_update_group" if style == "sglang" else "weight_transfer") as trainer:
+        group = trainer.address | {"rank_offset": 1, "backend": "gloo"}
+        if style == "sglang":
+            called("/init_weights_update_group", group)
+        else:
+            called("/init_weight_transfer_engine", {"init_info": group})
+            called("/start_weight_update", {"is_checkpoint_format": True})
+        names = list(tensors)
+        for part in (names[5:], names[:5]):
+            bucket = {name: tensors[name] for name in part}
+            trainer.send(bucket.values())
+            if style == "sglang":
+                body = described(bucket) | {"weight_version": version, "flush_cache": False}
+                called("/update_weights_from_distributed", body | {"group_name": trainer.name})
+            else:
+                called("/update_weights", {"update_info": described(bucket, "dtype_names") | {"packed": False}})
+        if style == "vllm":
+            called("/finish_weight_update", {"weight_version": version})
+        called("/destroy_weights_update_group", {"group_name": trainer.name})
+
+
+def post(server: Server, path: str, body: dict) -> dict:
+    told = httpx.post(server.base_url + path, json=body, timeout=TIMEOUT_S)
+    assert told.status_code == 200, told.text
+    return told.json()
+
+
+BROADCAST = [({}, "vllm"), *((flags, "sglang") for flags in UPLOADED[1:])]
+
+
+@pytest.mark.parametrize(("flags", "style"), BROADCAST, ids=["alone", "tp", "pp", "dp", "fp8"])
+def test_after_a_broadcast_answers_are_those_of_a_fresh_deployment(checkpoints, tmp_path, flags, style):
+    """A worker that is killed gets the received weights again."""
+    flags = {"device": "cpu", "kv_cache_num_tokens": 16 * 400, "torch_num_threads": 1} | flags
+    with serve(model=checkpoints / "0", weight_directories=tmp_path, **flags) as server:
+        eventually(lambda: is_complete(server))
+        before = asyncio.run(answers(server))
+        for number in (2, 1):
+            broadcast(server, checkpoints / str(number), f"v{number}", style)
+        after, sums = asyncio.run(answers(server)), checksums(server)
+        httpx.post(f"{server.base_url}/reset_prefix_cache", timeout=TIMEOUT_S)  # the other replica computes prompts too
+        os.kill(workers(server)[0], signal.SIGKILL)
+        assert asyncio.run(answers(server)) == after
+        eventually(lambda: is_complete(server))
+        assert checksums(server) == sums
+        assert len(list(tmp_path.glob("toka-uploads/*/*"))) == flags.get("dp_size", 1)  # ranks share it
+    with serve(model=checkpoints / "1", **flags) as fresh:
+        assert asyncio.run(answers(fresh)) == after != before
+        eventually(lambda: is_complete(fresh))
         assert checksums(fresh) == sums
