@@ -23,7 +23,7 @@ from services.worker.parallel.errors import first_sentence
 BACKENDS = ("gloo", "nccl")
 _MOST_NAME, _MOST_HOST = 128, 255  # characters
 _MOST_PORT = 65535
-_PROBE_S = 0.05
+_PROBE_S, _CONNECT_S = 0.05, 1.0
 _POLL_S = 0.0005
 _UNSENT = 0xFF  # byte of elements that were not received: NaN in every dtype of weights
 # With another value, torch ends this process if the trainer is lost. Read when a group is made.
@@ -74,15 +74,16 @@ class UpdateGroup:
         self.address = address
         self.receiving = threading.Lock()
         self._device = device if address.backend == "nccl" else torch.device("cpu")
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._closed = False
         deadline = time.monotonic() + address.timeout_s
         try:
             own_host = _wait_for_store(address, deadline)
             left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
             # The store counts its clients, and the trainer may wait until all have connected.
-            self._store = TCPStore(address.host, address.port, address.world_size, is_master=False, timeout=left)
+            store = TCPStore(address.host, address.port, address.world_size, is_master=False, timeout=left)
             make = _make_nccl if address.backend == "nccl" else _make_gloo
-            self._group: Any = make(address, self._store, own_host, left)
+            self._group: Any = make(address, store, own_host, left)  # it keeps the store
         except (RuntimeError, OSError) as error:
             raise Unavailable(
                 f"the group {address.name!r} of {address.world_size} processes did not form at"
@@ -90,11 +91,15 @@ class UpdateGroup:
                 " its processes with the same world_size, each with its own rank, and join again"
             ) from error
 
+    def stream(self) -> contextlib.AbstractContextManager[object]:
+        """Return the context in which tensors are received and used. On CUDA, steps do not wait for its launches."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Wait for the next tensor that rank 0 broadcasts, and return it, on the device of the backend.
 
-        Elements that rank 0 did not send are NaN. Raises ``Unavailable`` if a process is lost, if no tensor arrives in
-        time, or if the group was closed.
+        Call it in the context of ``stream``. Elements that rank 0 did not send are NaN. Raises ``Unavailable`` if a
+        process is lost, if no tensor arrives in time, or if the group was closed.
         """
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         content = tensor.reshape(-1).view(torch.uint8)  # Gloo cannot broadcast every dtype
@@ -146,7 +151,7 @@ def _wait_for_store(address: GroupAddress, deadline: float) -> str:
     """Wait until the trainer's store listens. Return the address of this host that the trainer's host can reach."""
     while True:
         try:
-            with socket.create_connection((address.host, address.port), timeout=max(_PROBE_S, 1.0)) as connection:
+            with socket.create_connection((address.host, address.port), timeout=_CONNECT_S) as connection:
                 host: str = connection.getsockname()[0]
                 return host
         except OSError:
