@@ -6,6 +6,7 @@ from services.common.config import fail, from_command_line
 from services.common.errors import TokaError
 from services.common.flags import Config
 from services.common.model.files import read_card, resolve
+from services.common.model.gguf_file import is_gguf
 
 
 class DownloadConfig(Config):
@@ -21,8 +22,8 @@ def main() -> None:
         card = read_card(config.model, weights=True)
         if config.tokenizer:
             resolve(config.tokenizer, weights=False)
-        if not any(card.directory.glob("*.safetensors")):
-            raise TokaError(f"{config.model} has no safetensors weights, the only format the worker reads")
+        if not is_gguf(card.directory) and not any(card.directory.glob("*.safetensors")):
+            raise TokaError(f"{config.model} has no safetensors weights; the worker reads them, or one GGUF file")
     except TokaError as error:
         fail(error.message)
     print(card.directory)

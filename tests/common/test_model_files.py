@@ -30,7 +30,7 @@ def test_the_builtin_models_have_one_tokenizer():
 
 
 def test_a_wrong_path_names_the_builtin_models():
-    with pytest.raises(InvalidRequest, match="give a Hugging Face directory, a hub id, builtin or builtin-moe"):
+    with pytest.raises(InvalidRequest, match="a GGUF file, a hub id, builtin, builtin-moe or smollm2"):
         resolve("./builtin-mo", weights=False)
 
 

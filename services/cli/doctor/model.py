@@ -11,9 +11,19 @@ from services.cli.doctor.machine import Machine
 from services.cli.doctor.nvml import GpuInfo
 from services.common.config import DeploymentConfig, WorkerConfig
 from services.common.errors import InvalidRequest
-from services.common.model.checkpoint_files import BrokenFile, CheckpointShard, read_shards
-from services.common.model.files import BUILTIN_MODELS, BUILTIN_NAMES, TEXT_FILES, WEIGHT_FILES, read_card, resolve
-from services.common.model.json_object import read_json
+from services.common.model.broken_file import BrokenFile
+from services.common.model.checkpoint_files import CheckpointShard, read_shards
+from services.common.model.files import (
+    BUILTIN_MODELS,
+    BUILTIN_NAMES,
+    SMOLLM2,
+    TEXT_FILES,
+    WEIGHT_FILES,
+    read_card,
+    read_config,
+    resolve,
+)
+from services.common.model.gguf_file import is_gguf
 from services.worker.described.checkpoint import checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
 from services.worker.described.foreign import choose_implementation, refuse_missing_library
@@ -51,7 +61,9 @@ class ModelShape:
 
 def find(config: DeploymentConfig) -> tuple[Path | None, list[Finding]]:
     """Return the directory of the model on this machine. Download nothing."""
-    if config.model in BUILTIN_MODELS or Path(config.model).exists() or config.model.startswith((".", "/", "~")):
+    path = Path(config.model)
+    named = config.model in BUILTIN_MODELS or config.model == SMOLLM2 or config.model.startswith((".", "/", "~"))
+    if named or path.exists() or is_gguf(path):
         try:
             return resolve(config.model, weights=False), []
         except InvalidRequest as error:
@@ -73,9 +85,7 @@ def find(config: DeploymentConfig) -> tuple[Path | None, list[Finding]]:
 def check_config(config: DeploymentConfig, directory: Path) -> tuple[ModelShape | None, list[Finding]]:
     """Check ``config.json``, and the flags that depend on it."""
     try:
-        described, _ = choose_implementation(
-            read_json(directory / "config.json", required=True), config.part(WorkerConfig)
-        )
+        described, _ = choose_implementation(read_config(directory), config.part(WorkerConfig))
         if described.foreign is not None:
             if importlib.util.find_spec("torch") is not None:  # otherwise the workers run elsewhere
                 refuse_missing_library(described.foreign)
@@ -177,7 +187,7 @@ def check_weights(config: DeploymentConfig, directory: Path, described: ModelCon
         yield ok("weights", "load_format=dummy: none are read")
         return
     try:
-        refuse_quantized_checkpoint(read_json(directory / "config.json"))
+        refuse_quantized_checkpoint(read_config(directory))
     except InvalidRequest as error:
         yield from_error("weights", error.message)
         return
@@ -198,7 +208,11 @@ def check_weights(config: DeploymentConfig, directory: Path, described: ModelCon
         if differences:
             return
     size = sum(shard.size for shard in shards)
-    yield ok("weights", f"{len(shards)} file{'s' * (len(shards) != 1)}, {amount(size)}, complete", bytes=size)
+    formats = ", ".join(dict.fromkeys(name for shard in shards for name in shard.formats))
+    text = f"{len(shards)} file{'s' * (len(shards) != 1)}, {amount(size)}, complete, {formats}"
+    if is_gguf(directory):
+        text += " of GGUF, converted to dtype when they are read"
+    yield ok("weights", text, bytes=size)
 
 
 def _compare(stored: Mapping[str, tuple[int, ...]], described: ModelConfig) -> Iterator[Finding]:

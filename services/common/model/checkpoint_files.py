@@ -1,17 +1,21 @@
 """Reads the headers of a model's weight files, not the weights. No torch here.
 
 A safetensors file consists of 8 bytes with the length of a JSON object, that object (the header: dtype, shape and
-offsets of each tensor), and the tensors' bytes.
+offsets of each tensor), and the tensors' bytes. A GGUF file has all tensors of a model.
 """
 
 import math
 import reprlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from services.common.errors import InvalidRequest
+from services.common.model.broken_file import AGAIN, BrokenFile
+from services.common.model.gguf_file import GgufFile, is_gguf, read_gguf
+from services.common.model.gguf_names import tensor_sources
 from services.common.model.json_object import LARGEST_JSON, check_name, parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -26,23 +30,15 @@ _BITS = {
 FLOATS = frozenset({"F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2"})
 MOST_DIMENSIONS = 8
 _END = 2**63  # the numbers of a header are below it
-_AGAIN = "fetch the file again (toka-download model= with the hub's id resumes an interrupted download)"
-
-
-class BrokenFile(InvalidRequest):
-    """A weight file is incomplete or damaged. ``text`` is the defect and ``fix`` the remedy."""
-
-    def __init__(self, text: str, fix: str) -> None:
-        super().__init__(f"{text}; {fix}", field="model")
-        self.text, self.fix = text, fix
 
 
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor as its file describes it."""
 
-    dtype: str  # a key of ``_BITS``
+    dtype: str  # a key of ``_BITS``: of the values that reading the tensor gives
     shape: tuple[int, ...]
+    packed: str = ""  # the type of the blocks in a GGUF file, which are converted to ``dtype`` when they are read
 
     @property
     def nbytes(self) -> int:
@@ -58,9 +54,26 @@ class CheckpointShard:
     size: int  # bytes
     tensors: dict[str, StoredTensor]
 
+    @property
+    def formats(self) -> list[str]:
+        """The types of the tensors in the file, those with the most elements first."""
+        elements: Counter[str] = Counter()
+        for each in self.tensors.values():
+            elements[each.packed or each.dtype] += math.prod(each.shape)
+        return [name for name, _ in elements.most_common()]
+
 
 def read_shards(directory: Path) -> Iterator[CheckpointShard | BrokenFile]:
-    """Yield each file that the index names, or the only file. For a damaged file, yield a ``BrokenFile``."""
+    """Yield each file that the index names, or the only file. For a damaged file, yield a ``BrokenFile``.
+
+    ``directory`` may also be a GGUF file.
+    """
+    if is_gguf(directory):
+        try:
+            yield gguf_shard(read_gguf(directory))
+        except BrokenFile as broken:
+            yield broken
+        return
     try:
         placed = read_index(directory)
     except BrokenFile as broken:
@@ -81,12 +94,22 @@ def read_shards(directory: Path) -> Iterator[CheckpointShard | BrokenFile]:
             yield shard
 
 
+def gguf_shard(file: GgufFile) -> CheckpointShard:
+    """Return a GGUF file's tensors by their names in safetensors files. Raises ``InvalidRequest``."""
+    sources = tensor_sources(file)
+    # Blocks are converted when they are read. Weights that stay quantized in memory would keep their type here.
+    tensors = {name: StoredTensor("F32", source.shape, source.tensor.type.name) for name, source in sources.items()}
+    return CheckpointShard(file.path, file.size, tensors)
+
+
 def weight_paths(directory: Path) -> list[Path]:
     """Return the weight files that the index names, or the only file. Raises ``InvalidRequest``."""
+    if is_gguf(directory):
+        return [directory]
     names = sorted(set(read_index(directory).values())) or [_ALONE]
     for name in names:
         if not (directory / name).is_file():
-            raise BrokenFile(f"{directory / name} does not exist: the weights are incomplete", _AGAIN)
+            raise BrokenFile(f"{directory / name} does not exist: the weights are incomplete", AGAIN)
     return [directory / name for name in names]
 
 
@@ -119,7 +142,7 @@ def read_index(directory: Path) -> dict[str, str]:
 def read_shard(path: Path) -> CheckpointShard:
     """Return a file's tensors, checked against its size. Raises ``BrokenFile``."""
     if not path.is_file():
-        raise BrokenFile(f"{path} does not exist: the weights are incomplete", _AGAIN)
+        raise BrokenFile(f"{path} does not exist: the weights are incomplete", AGAIN)
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -128,9 +151,7 @@ def read_shard(path: Path) -> CheckpointShard:
             if (first + file.read(len(_GIT_LFS) - 8)).startswith(_GIT_LFS):
                 raise BrokenFile(f"{path} is a Git LFS pointer, not the file", "git lfs pull")
             if len(first) < 8 or length > min(size - 8, LARGEST_JSON):
-                raise BrokenFile(
-                    f"{path} ({size:,} bytes) does not begin with the header of a safetensors file", _AGAIN
-                )
+                raise BrokenFile(f"{path} ({size:,} bytes) does not begin with the header of a safetensors file", AGAIN)
             file.seek(8)
             header = file.read(length)
     except OSError as error:
@@ -143,11 +164,11 @@ def read_shard(path: Path) -> CheckpointShard:
     except (InvalidRequest, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = error.message if isinstance(error, InvalidRequest) else _shortened(error)
         raise BrokenFile(
-            f"{path} ({size:,} bytes) does not begin with the header of a safetensors file: {reason}", _AGAIN
+            f"{path} ({size:,} bytes) does not begin with the header of a safetensors file: {reason}", AGAIN
         ) from error
     if size != 8 + length + end:
         raise BrokenFile(
-            f"{path} has {size:,} bytes but its header describes {8 + length + end:,}: it is incomplete", _AGAIN
+            f"{path} has {size:,} bytes but its header describes {8 + length + end:,}: it is incomplete", AGAIN
         )
     return CheckpointShard(path, size, tensors)
 

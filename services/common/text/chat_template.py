@@ -114,6 +114,13 @@ def read_chat_templates(directory: Path, special_tokens: dict[str, str]) -> Chat
     if source is None:
         named = _named_templates(settings)
         source, source_with_tools = named.get("default"), named.get("tool_use")
+    return compile_templates(source, source_with_tools, special_tokens)
+
+
+def compile_templates(
+    source: str | None, source_with_tools: str | None, special_tokens: dict[str, str]
+) -> ChatTemplates | None:
+    """Return the templates of the sources, or None if there are none. Raises ``InvalidRequest``."""
     if not source:
         return None
     plain = ChatTemplate(source, special_tokens)

@@ -8,7 +8,7 @@ With user-defined symbols, texts are split at the symbols before spaces are mark
 no space mark before it, and spaces at the begin or end of a text have one mark more or less.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message, message_fa
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 LONGEST_TOKEN = 1024  # characters of a piece; each of its splits is examined
+_MOST_SPLIT = 1 << 28  # characters of all splits of all pieces; published vocabularies have 20 million
 _MARK = "▁"  # stands for a space
 _UNIGRAM, _BPE = 1, 2  # ``TrainerSpec.ModelType``
 _KINDS = {_UNIGRAM: "unigram", _BPE: "bpe", 3: "word", 4: "char"}
@@ -79,23 +80,36 @@ def read_sentencepiece(content: bytes) -> tokenizers.Tokenizer:
 
 
 def _bpe(model: Any) -> models.BPE:
-    """Return a BPE model. Its merges are all pairs of pieces that form another piece, best score first."""
     ids = {piece.piece: token for token, piece in enumerate(model.pieces)}
     # Symbols are found before merging. Unknown, control and byte pieces never result from a merge.
     normal = {piece.piece: piece.score for piece in model.pieces if piece.type == 1}
+    unknown = model.pieces[model.trainer.unk_id].piece
+    return bpe_of_scores(ids, normal, unknown, byte_fallback=model.trainer.byte_fallback)
+
+
+def bpe_of_scores(
+    ids: Mapping[str, int], scores: Mapping[str, float], unknown: str | None, *, byte_fallback: bool
+) -> models.BPE:
+    """Return a BPE model of the tokens ``ids``. ``unknown`` is the token for other characters.
+
+    Its merges are all pairs of pieces in ``scores`` that form another one, best score first. Raises ``ValueError`` for
+    pieces that are too long.
+    """
+    if sum(len(piece) ** 2 for piece in scores) > _MOST_SPLIT or max(map(len, scores), default=0) > LONGEST_TOKEN:
+        raise ValueError("its pieces are too long")
     merges = []
-    for piece, score in normal.items():
+    for piece, score in scores.items():
         pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-        found = [pair for pair in pairs if pair[0] in normal and pair[1] in normal]
+        found = [pair for pair in pairs if pair[0] in scores and pair[1] in scores]
         found.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
         merges += [(-score, pair) for pair in found]
     merges.sort(key=lambda merge: merge[0])
     return models.BPE(
-        vocab=ids,
+        vocab=dict(ids),
         merges=[pair for _, pair in merges],
-        unk_token=model.pieces[model.trainer.unk_id].piece,
+        unk_token=unknown,
         fuse_unk=True,
-        byte_fallback=model.trainer.byte_fallback,
+        byte_fallback=byte_fallback,
     )
 
 

@@ -8,13 +8,13 @@ import tokenizers
 
 from services.common.errors import InvalidRequest
 from services.common.model.files import resolve, tokenizer_fingerprint
+from services.common.model.gguf_file import is_gguf, read_gguf
 from services.common.model.json_object import MOST_VOCABULARY, JsonObject, read_json
 from services.common.text.chat_template import ChatTemplate, ChatTemplates, read_chat_templates
+from services.common.text.gguf_tokenizer import SPECIAL_NAMES, ModelText, read_gguf_text
 from services.common.text.tokenizer_class import apply_tokenizer_class
 from services.common.text.tokenizer_files import probe, read_backend, read_special_token
 from services.common.text.vocabulary import Vocabulary, read_vocabulary
-
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class Tokenizer:
@@ -30,17 +30,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model: str) -> "Tokenizer":
-        """Load the tokenizer of a Hugging Face directory, a hub id or a built-in model. Raises ``InvalidRequest``."""
-        directory = resolve(model, weights=False)
-        special_tokens = _special_tokens(directory)
-        backend = read_backend(directory)
-        apply_tokenizer_class(backend, directory)
-        path = directory / "config.json"
-        config = JsonObject(str(path), read_json(path))
-        vocabulary = read_vocabulary(backend, config.integer("vocab_size", 0, most=MOST_VOCABULARY))
-        probe(backend, directory, vocabulary.size)
-        templates = read_chat_templates(directory, special_tokens)
-        return cls(backend, vocabulary, templates, tokenizer_fingerprint(directory))
+        """Load the tokenizer of a directory, a GGUF file, a hub id or a built-in model. Raises ``InvalidRequest``."""
+        path = resolve(model, weights=False)
+        text = read_gguf_text(read_gguf(path)) if is_gguf(path) else _read_directory(path)
+        vocabulary = read_vocabulary(text.backend, text.vocab_size)
+        probe(text.backend, path, vocabulary.size)
+        return cls(text.backend, vocabulary, text.templates, text.fingerprint)
 
     @property
     def has_chat_template(self) -> bool:
@@ -94,7 +89,21 @@ class Tokenizer:
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
+def _read_directory(directory: Path) -> ModelText:
+    special_tokens = _special_tokens(directory)
+    backend = read_backend(directory)
+    apply_tokenizer_class(backend, directory)
+    path = directory / "config.json"
+    config = JsonObject(str(path), read_json(path))
+    return ModelText(
+        backend,
+        config.integer("vocab_size", 0, most=MOST_VOCABULARY),
+        read_chat_templates(directory, special_tokens),
+        tokenizer_fingerprint(directory),
+    )
+
+
 def _special_tokens(directory: Path) -> dict[str, str]:
     """Return the special tokens by the names in templates, such as ``bos_token``. Raises ``InvalidRequest``."""
-    found = {name: read_special_token(directory, name) for name in _SPECIAL_NAMES}
+    found = {name: read_special_token(directory, name) for name in SPECIAL_NAMES}
     return {name: token for name, token in found.items() if token}

@@ -146,7 +146,7 @@ def _convert(directory: Path) -> tokenizers.Tokenizer:
             if made.token_to_id(_LLAMA3_BOS) is not None and "add_bos_token" not in settings.values:
                 ends["bos"] = read_special_token(directory, "bos_token") or _LLAMA3_BOS
         _add(made, added)
-        _add_ends(made, ends)
+        add_ends(made, ends)
     return made
 
 
@@ -182,7 +182,7 @@ def _add(made: tokenizers.Tokenizer, added: dict[int, AddedToken]) -> None:
         (made.add_special_tokens if entry.special else made.add_tokens)([entry])
 
 
-def _add_ends(made: tokenizers.Tokenizer, ends: dict[str, str]) -> None:
+def add_ends(made: tokenizers.Tokenizer, ends: dict[str, str]) -> None:
     """Add the tokens in ``ends`` to texts: ``bos`` at their begin and ``eos`` at their end."""
     unknown = [token for token in ends.values() if made.token_to_id(token) is None]
     if unknown:

@@ -12,7 +12,6 @@ from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.model import files as model_files
 from services.common.model.checkpoint_files import StoredTensor
-from services.common.model.json_object import read_json
 from services.worker.described.config import ModelConfig
 from services.worker.described.foreign import choose_implementation, refuse_missing_library
 from services.worker.described.ranks import Ranks
@@ -109,7 +108,7 @@ def read_model(config: WorkerConfig) -> tuple[model_files.ModelCard, ModelConfig
 
 def _choose(config: WorkerConfig) -> _Choice:
     card = model_files.read_card(config.model, config.served_model_name, weights=config.load_format != "dummy")
-    raw = read_json(card.directory / "config.json", required=True)
+    raw = model_files.read_config(card.directory)
     described, reason = choose_implementation(raw, config)
     limit = _max_context(config, described.max_context_tokens)
     return _Choice(card, raw, replace(described, max_context_tokens=limit), reason)

@@ -1,4 +1,4 @@
-"""Loading of weights from safetensors files, one tensor at a time, and random weights."""
+"""Loading of weights from safetensors or GGUF files, one tensor at a time, and random weights."""
 
 import contextlib
 import math
@@ -11,13 +11,16 @@ import safetensors
 import torch
 
 from services.common.errors import InvalidRequest
-from services.common.model.checkpoint_files import FLOATS, BrokenFile, StoredTensor, read_shards, weight_paths
+from services.common.model.broken_file import BrokenFile
+from services.common.model.checkpoint_files import FLOATS, StoredTensor, read_shards, weight_paths
+from services.common.model.gguf_file import is_gguf
 from services.common.model.json_object import read_json
 from services.worker.described.checkpoint import EMBEDDING, HEAD, checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
 from services.worker.described.refusals import refuse_quantized_checkpoint
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.experts import Experts
+from services.worker.models.gguf_shard import open_shard
 
 # Standard deviation that models are commonly initialised with before training.
 _DEVIATION = 0.02
@@ -47,7 +50,8 @@ def check(directory: Path, model: ModelConfig) -> None:
     Raises ``InvalidRequest`` if a file is broken, or a tensor is missing or has an unexpected shape or dtype, if the
     weights are quantized, or if the head has other weights than the embedding to which ``config.json`` ties it.
     """
-    refuse_quantized_checkpoint(read_json(directory / "config.json"))
+    if not is_gguf(directory):
+        refuse_quantized_checkpoint(read_json(directory / "config.json"))
     expected = checkpoint_shapes(model)
     missing = set(expected)
     places: dict[str, Path] = {}  # the files of the embedding and the head
@@ -80,7 +84,7 @@ def load(directory: Path, targets: Mapping[str, LoadTarget], model: ModelConfig)
     unexpected: list[str] = []
     for path in weight_paths(directory):
         try:
-            with safetensors.safe_open(path, framework="pt") as shard:
+            with open_shard(path) as shard:
                 for name in shard.keys():  # noqa: SIM118 (not a mapping)
                     if name in targets:
                         _fill(targets[name], shard, name, path)
@@ -122,10 +126,7 @@ def load_dummy(model: DecoderModel, seed: int) -> None:
 def _are_equal(places: Mapping[str, Path]) -> bool:
     """Return whether two tensors have equal shapes and values. ``places`` maps their names to their files."""
     with contextlib.ExitStack() as files:
-        first, second = (
-            files.enter_context(safetensors.safe_open(path, framework="pt")).get_slice(name)
-            for name, path in places.items()
-        )
+        first, second = (files.enter_context(open_shard(path)).get_slice(name) for name, path in places.items())
         shape = first.get_shape()
         return second.get_shape() == shape and all(
             torch.equal(first[rows : rows + _COMPARED_ROWS].float(), second[rows : rows + _COMPARED_ROWS].float())
@@ -168,7 +169,7 @@ def _check_shape(place: Path | str, name: str, shape: Sequence[int], expected: S
         )
 
 
-def _fill(target: LoadTarget, shard: safetensors.safe_open, name: str, path: Path) -> None:
+def _fill(target: LoadTarget, shard: Any, name: str, path: Path) -> None:
     _check_shape(path, name, shard.get_slice(name).get_shape(), target.shape)
     if hasattr(target, "read"):
         target.read(shard.get_slice(name))

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -21,8 +20,10 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from services.common.boundaries import errors_to
 from services.common.errors import InvalidRequest
-from services.common.model.checkpoint_files import FLOATS, BrokenFile, read_shards, weight_paths
+from services.common.model.broken_file import BrokenFile
+from services.common.model.checkpoint_files import FLOATS, read_shards, weight_paths
 from services.worker.models.foreign.skeleton import first_line
+from services.worker.models.gguf_shard import open_shard
 
 # Standard deviation that models are commonly initialised with before training.
 _DEVIATION = 0.02
@@ -73,7 +74,7 @@ def load(directory: Path, model: Any, device: torch.device) -> None:
     with ExitStack() as files, errors_to(errors.append):
         stored: dict[str, Any] = {}
         for path in weight_paths(directory):
-            shard = files.enter_context(safetensors.safe_open(path, framework="pt"))
+            shard = files.enter_context(open_shard(path))
             stored |= {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118 (not a mapping)
         info, _ = convert_and_load_state_dict_in_model(model, stored, settings)
     if errors:
