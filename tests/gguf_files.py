@@ -100,7 +100,8 @@ def _tokenizer(directory: Path, pre: str) -> dict[str, Any]:
     described = json.loads((directory / "tokenizer.json").read_text())
     settings = json.loads((directory / "tokenizer_config.json").read_text())
     model, special = described["model"], {each["content"] for each in described["added_tokens"]}
-    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    ids = model["vocab"] | {each["content"]: each["id"] for each in described["added_tokens"]}
+    tokens = sorted(ids, key=ids.get)
     byte_level = not model["byte_fallback"]
     kinds = [3 if token in special else 6 if re.fullmatch("<0x..>", token) else 1 for token in tokens]
     found: dict[str, Any] = {"model": "gpt2", "pre": pre, "merges": [" ".join(pair) for pair in model["merges"]]}
