@@ -160,6 +160,9 @@ def _tensors(directory: Path, name: str, config: dict[str, Any]) -> dict[str, np
         if name.startswith("gemma") and key.endswith("norm.weight"):
             tensor = tensor + 1
         found[names.get_name(key, try_suffixes=(".weight", ".bias"))] = tensor.contiguous().numpy()
+    for length in ("short", "long"):
+        if factors := config["rope_parameters"].get(f"{length}_factor"):
+            found[f"rope_factors_{length}.weight"] = np.array(factors, np.float32)
     if config["rope_parameters"].get("rope_type") == "llama3":
         found["rope_freqs.weight"] = _llama3_factors(config)
     return found

@@ -1,5 +1,6 @@
 """GGUF files give the models from which they were made."""
 
+import json
 from dataclasses import replace
 
 import gguf
@@ -47,6 +48,36 @@ def test_a_file_describes_the_model_of_the_checkpoint(architecture, checkpoint, 
         for name in found.keys():  # noqa: SIM118 (not a mapping)
             values = stored.get_tensor(name)
             torch.testing.assert_close(found.get_tensor(name), values, rtol=0, atol=1e-6)
+
+
+ROTATIONS = {
+    "yarn": (
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+        {"type": "yarn", "factor": 4.0, "original_context_length": 256},
+    ),
+    "linear": ({"rope_type": "linear", "factor": 2.0}, {"type": "linear", "factor": 2.0}),
+    "longrope": (
+        {
+            **{"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0, 1.5] * 4},
+            **{"original_max_position_embeddings": 256, "attention_factor": 1.25},
+        },
+        {"original_context_length": 256, "attn_factor": 1.25},
+    ),
+}
+
+
+@pytest.mark.parametrize(("rotation", "fields"), ROTATIONS.values(), ids=ROTATIONS)
+def test_a_file_describes_the_rotation_of_the_checkpoint(rotation, fields, checkpoint, tmp_path):
+    longrope = rotation["rope_type"] == "longrope"
+    directory = checkpoint("phi3" if longrope else "llama", rope_scaling=rotation)
+    if longrope:  # the length beside the settings counts for Phi-3
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | {"original_max_position_embeddings": 256}))
+    prefix = "phi3" if longrope else "llama"
+    scaling = {f"{prefix}.rope.scaling.{name}": value for name, value in fields.items()}
+    path = write_gguf(tmp_path / "model.gguf", directory, **scaling)
+    found, expected = (read_model_config(read_config(each)) for each in (path, directory))
+    assert (found.ropes, found.max_context_tokens) == (expected.ropes, expected.max_context_tokens)
 
 
 @pytest.mark.slow

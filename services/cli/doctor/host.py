@@ -12,7 +12,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from services.cli.doctor.findings import Finding, amount, fail, ok, unknown, warn
 from services.cli.doctor.machine import Machine
 from services.common.errors import Unavailable
-from services.common.model.files import BUILTIN_MODELS
+from services.common.model.files import BUILTIN_MODELS, SMOLLM2
 from services.common.process.handover import listen
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -107,7 +107,7 @@ def check_directories(machine: Machine) -> Iterator[Finding]:
         yield _directory("store", config.store_dir, _STORED, "store_dir=")
     if config.record_plans is not None:
         yield _directory("record", config.record_plans, _STORED, "record_plans=")
-    if config.model not in BUILTIN_MODELS and not Path(config.model).exists():
+    if config.model not in (*BUILTIN_MODELS, SMOLLM2) and not Path(config.model).exists():
         yield _directory("model cache", HF_HUB_CACHE, 0, "HF_HOME in the environment")
     yield _directory("temporary files", tempfile.gettempdir(), 0, "TMPDIR in the environment")
 

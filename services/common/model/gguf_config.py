@@ -50,15 +50,15 @@ class _Fields:
         """Return whether the field exists."""
         return self._prefix + name in self.file.fields
 
-    def integer(self, name: str, default: int | None = None, *, most: int = _MOST_WIDTH) -> int:
+    def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = _MOST_WIDTH) -> int:
         """Return an integer. Some files have one for each layer, which must be equal."""
         key = self._prefix + name
         value = self.file.fields.get(key)
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
-            return JsonObject(str(self.file.path), {key: value[0]}).integer(key, default, most=most)
+            return JsonObject(str(self.file.path), {key: value[0]}).integer(key, default, least=least, most=most)
         if isinstance(value, list):
             raise self.given.wrong(key, "one integer: layers of different sizes cannot be served")
-        return self.given.integer(key, default, most=most)
+        return self.given.integer(key, default, least=least, most=most)
 
     def number(self, name: str, default: float | None = None) -> float:
         """Return a finite number."""
@@ -81,7 +81,7 @@ class _Fields:
 def _llama(fields: _Fields) -> dict[str, Any]:
     tensors = fields.file.tensors
     biases = {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
-    if not fields.has("expert_count"):
+    if not fields.integer("expert_count", 0, least=0):
         return biases
     return {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **_expert_counts(fields, "local_experts")}
 
@@ -194,7 +194,8 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
         "eos_token_id": _ends(file),
     }
     if (scaling := _scaling(fields)) is not None:
-        config["rope_scaling"] = scaling
+        original = "original_max_position_embeddings"
+        config |= {"rope_scaling": scaling, original: scaling.get(original)}  # Phi-3 reads it beside the settings
     return config | described.keys(fields)
 
 
