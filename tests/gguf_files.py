@@ -26,7 +26,7 @@ ARCHITECTURES = (
 # A model of one layer, with which nothing can be computed.
 TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab", "▁ab"]
 KINDS = [2, 3, 3, *(6,) * 256, *(1,) * 6]
-_FIELDS = {
+FIELDS = {
     "llama.context_length": 64,
     "llama.embedding_length": 8,
     "llama.feed_forward_length": 16,
@@ -186,7 +186,7 @@ def model(path: Path, architecture: str = "llama", **changes: object) -> Path:
     """Write a tiny model. ``changes`` are values of fields; None leaves a field out."""
     writer = gguf.GGUFWriter(path, architecture)
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for name, value in (_FIELDS | changes).items():
+    for name, value in (FIELDS | changes).items():
         if value is not None:
             kinds.get(type(value), writer.add_array)(name, value)
     for name, shape in _TENSORS.items():

@@ -1,6 +1,7 @@
 """GGUF files: what they say about a model, and files that an author could write to harm their reader."""
 
 import contextlib
+import itertools
 import struct
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 from services.common.errors import InvalidRequest
 from services.common.model.checkpoint_files import BrokenFile, read_shards
 from services.common.model.files import names_of, read_card, read_config, resolve
+from services.common.model.gguf_file import GgufFile
+from services.common.text.gguf_tokenizer import read_gguf_text
 from services.common.text.tokenizer import Tokenizer
-from tests.gguf_files import KINDS, TOKENS, model
+from tests.gguf_files import FIELDS, KINDS, TOKENS, model
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +77,12 @@ def test_a_missing_file_and_a_missing_package_say_what_to_do(tmp_path, monkeypat
         resolve("smollm2", weights=True)
 
 
+def test_a_directory_with_a_file_names_the_file(tmp_path):
+    path = model(tmp_path / "model.gguf")
+    with pytest.raises(InvalidRequest, match=f"name one file with model={path}"):
+        read_card(str(tmp_path))
+
+
 UNSUPPORTED = {
     "another architecture": ("general.architecture='mamba' is not supported", {"architecture": "mamba"}),
     "a part of a file": ("one of 3 parts .* llama-gguf-split --merge", {"split.count": 3}),
@@ -101,6 +110,16 @@ UNSUPPORTED = {
 def test_what_is_not_supported_is_named(message, changes, tmp_path):
     with pytest.raises(InvalidRequest, match=message):
         read_all(model(tmp_path / "model.gguf", **changes))
+
+
+def test_a_vocabulary_with_millions_of_merges_is_refused(tmp_path, monkeypatch):
+    """Each split of each piece is a merge."""
+    monkeypatch.setattr("services.common.text.sentencepiece_model._MOST_MERGES", 1000)
+    pieces = ["<unk>", *("".join(each) for size in range(1, 9) for each in itertools.product("ab", repeat=size))]
+    changes = {"tokens": pieces, "token_type": [2, *[1] * (len(pieces) - 1)], "scores": [0.0] * len(pieces)}
+    fields = FIELDS | {"general.architecture": "llama"} | {f"tokenizer.ggml.{name}": changes[name] for name in changes}
+    with pytest.raises(InvalidRequest, match="more than 1,000 merges"):
+        read_gguf_text(GgufFile(tmp_path, 0, fields, {}))
 
 
 def text(value: bytes) -> bytes:

@@ -129,7 +129,7 @@ def read_index(directory: Path) -> dict[str, str]:
     if not placed and not alone and any(directory.glob("*.bin")):
         raise BrokenFile(
             f"{directory} has weights as *.bin only",
-            "convert them to safetensors, the only format read: transformers' save_pretrained writes it",
+            "convert them to safetensors: transformers' save_pretrained writes it",
         )
     if not placed and not alone:
         raise BrokenFile(

@@ -87,7 +87,11 @@ def _find_smollm2() -> Path:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return ``config.json`` of a directory, or what it would contain for a GGUF file. Raises ``InvalidRequest``."""
-    return read_gguf_config(read_gguf(path)) if is_gguf(path) else read_json(path / "config.json", required=True)
+    if is_gguf(path):
+        return read_gguf_config(read_gguf(path))
+    if not (path / "config.json").exists() and (file := next(iter(sorted(path.glob(f"*{SUFFIX}"))), None)):
+        raise InvalidRequest(f"{path} has GGUF files and no config.json; name one file with model={file}", field="model")
+    return read_json(path / "config.json", required=True)
 
 
 def _read_generation(path: Path) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message, message_fa
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 LONGEST_TOKEN = 1024  # characters of a piece; each of its splits is examined
-_MOST_SPLIT = 1 << 28  # characters of all splits of all pieces; published vocabularies have 20 million
+_MOST_SPLIT = 1 << 27  # characters of all splits of all pieces; published vocabularies have 20 million
+_MOST_MERGES = 1 << 21  # published vocabularies have up to 0.6 million
 _MARK = "▁"  # stands for a space
 _UNIGRAM, _BPE = 1, 2  # ``TrainerSpec.ModelType``
 _KINDS = {_UNIGRAM: "unigram", _BPE: "bpe", 3: "word", 4: "char"}
@@ -93,7 +94,7 @@ def bpe_of_scores(
     """Return a BPE model of the tokens ``ids``. ``unknown`` is the token for other characters.
 
     Its merges are all pairs of pieces in ``scores`` that form another one, best score first. Raises ``ValueError`` for
-    pieces that are too long.
+    pieces that are too long, or have too many merges.
     """
     if sum(len(piece) ** 2 for piece in scores) > _MOST_SPLIT or max(map(len, scores), default=0) > LONGEST_TOKEN:
         raise ValueError("its pieces are too long")
@@ -103,6 +104,8 @@ def bpe_of_scores(
         found = [pair for pair in pairs if pair[0] in scores and pair[1] in scores]
         found.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
         merges += [(-score, pair) for pair in found]
+        if len(merges) > _MOST_MERGES:
+            raise ValueError(f"its pieces have more than {_MOST_MERGES:,} merges")
     merges.sort(key=lambda merge: merge[0])
     return models.BPE(
         vocab=dict(ids),
