@@ -90,7 +90,8 @@ def read_config(path: Path) -> dict[str, Any]:
     if is_gguf(path):
         return read_gguf_config(read_gguf(path))
     if not (path / "config.json").exists() and (file := next(iter(sorted(path.glob(f"*{SUFFIX}"))), None)):
-        raise InvalidRequest(f"{path} has GGUF files and no config.json; name one file with model={file}", field="model")
+        reason = f"{path} has GGUF files and no config.json; name one file with model={file}"
+        raise InvalidRequest(reason, field="model")
     return read_json(path / "config.json", required=True)
 
 

@@ -39,8 +39,10 @@ class KvCache:
         routed: RoutedExpertsLayout | None = None,
         allocate: Allocate | None = None,
     ) -> None:
-        """``routed`` is the form of a token's experts; None = they are not kept. ``allocate`` makes the tensors on
-        ``device``. Raises ``InvalidRequest`` if there is too little memory.
+        """Allocate the cache. Raises ``InvalidRequest`` if there is too little memory.
+
+        ``routed`` is the form of a token's experts; None = they are not kept. ``allocate`` makes the tensors on
+        ``device``; None = torch does.
         """
         allocate = allocate or (lambda shape, dtype: _zeros(shape, dtype, device))
         self.page_count, self.page_size = page_count, page_size
