@@ -1,4 +1,4 @@
-"""A copy of an arena in the memory of the host."""
+"""Copies of device memory in the memory of the host."""
 
 from collections.abc import Iterator, Sequence
 
@@ -25,7 +25,7 @@ class HostCopy:
                 " free; end other programs, or sleep at level 2, which keeps no copy"
             )
         self._tensors = tensors
-        self._pieces = [_empty(piece) for piece in _split(tensors)]
+        self._pieces = [empty_on_host(piece.shape, torch.uint8, piece.device) for piece in _split(tensors)]
 
     def read(self) -> None:
         """Copy the tensors to the host."""
@@ -45,13 +45,18 @@ def _split(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield from tensor.split(_PIECE)
 
 
-def _empty(like: torch.Tensor) -> torch.Tensor:
-    if like.device.type == "cuda":
+def empty_on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor in host memory for copies to and from ``device``, without content.
+
+    For CUDA the memory is pinned, if the system allows it. Pinning takes seconds, so torch keeps the memory of deleted
+    tensors for later ones.
+    """
+    if device.type == "cuda":
         try:
-            return torch.empty(like.shape, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
         except RuntimeError:  # too little memory may be locked
             pass
-    return torch.empty(like.shape, dtype=torch.uint8)
+    return torch.empty(shape, dtype=dtype)
 
 
 def _synchronize(tensors: Sequence[torch.Tensor]) -> None:

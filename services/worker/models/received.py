@@ -7,6 +7,7 @@ import torch
 from services.common.errors import FailedPrecondition, InvalidRequest
 from services.common.host.resources import available_memory
 from services.common.model.checkpoint_files import StoredTensor
+from services.worker.arena.host_copy import empty_on_host
 from services.worker.described.checkpoint import EMBEDDING, HEAD, checkpoint_shapes
 from services.worker.described.config import ModelConfig
 from services.worker.models.base import Staged
@@ -54,7 +55,9 @@ class ReceivedTensors:
                 f"{_PLACE}: {name} has values that are not finite, or fewer elements were sent than its shape has",
                 field="tensors",
             )
-        host = tensor if tensor.device.type == "cpu" else _pinned(tensor)
+        host = tensor
+        if tensor.device.type != "cpu":
+            host = empty_on_host(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
         self._arrived[name] = stored
         if name in self._expected:
             self._fingerprint ^= fingerprint_of(name, host)
@@ -82,8 +85,3 @@ class ReceivedTensors:
                 field="tensors",
             )
         return Staged(self._kept, self._fingerprint)
-
-
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in page-locked host memory, from which the commit copies faster."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)

@@ -11,6 +11,7 @@ import torch
 from services.common.errors import FailedPrecondition, InvalidRequest
 from services.common.host.resources import available_memory
 from services.common.model.checkpoint_files import StoredTensor, weight_paths
+from services.worker.arena.host_copy import empty_on_host
 from services.worker.described.checkpoint import checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
 from services.worker.models import weights
@@ -31,7 +32,7 @@ def stage(directory: Path, model: DecoderModel, described: ModelConfig) -> Stage
     """
     try:
         weights.check(directory, described)
-        return _read(directory, model.targets().keys(), described)
+        return _read(directory, model, described)
     except InvalidRequest as error:
         raise InvalidRequest(error.message, field="directory") from error
     except (safetensors.SafetensorError, OSError) as error:
@@ -80,8 +81,8 @@ def apply(staged: Staged, model: DecoderModel) -> None:
         targets[name].copy_(tensor)
 
 
-def _read(directory: Path, wanted: Collection[str], described: ModelConfig) -> Staged:
-    known = checkpoint_shapes(described).keys()
+def _read(directory: Path, model: DecoderModel, described: ModelConfig) -> Staged:
+    known, wanted = checkpoint_shapes(described).keys(), model.targets().keys()
     tensors: dict[str, torch.Tensor] = {}
     fingerprint, free = 0, available_memory()
     for path in weight_paths(directory):
@@ -90,7 +91,8 @@ def _read(directory: Path, wanted: Collection[str], described: ModelConfig) -> S
                 _check_place(path, name, known, described)
                 if name not in known:
                     continue
-                tensor = shard.get_tensor(name).clone()  # the file may change
+                mapped = shard.get_tensor(name)  # the file may change
+                tensor = empty_on_host(mapped.shape, mapped.dtype, model.device).copy_(mapped)
                 if not is_finite(tensor):
                     raise InvalidRequest(f"{path}: {name} has values that are not finite")
                 fingerprint ^= fingerprint_of(name, tensor)
