@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import os
+import threading
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from services.common.model.checkpoint_files import INDEX
+from services.worker.engine.broadcast import Broadcasts
+from services.worker.models.received import ReceivedTensors
 from tests.trainer import Tensors, Trainer
 from tests.worker.scheduler import Scheduler, status_of
 from tests.worker.test_weights import DOWN, NORM, checksums, commit, stage
@@ -224,17 +227,37 @@ async def test_two_groups_do_not_mix_their_updates(scheduler, checkpoint, traine
     await commit(scheduler, "v")
 
 
-async def test_a_caller_that_leaves_closes_the_group(scheduler, checkpoint, trainers):
+async def test_a_caller_that_leaves_closes_the_group(scheduler, checkpoint, trainers, monkeypatch):
     trainer, tensors = await join(scheduler, trainers), tensors_of(checkpoint(seed=1))
+    abandon, closed, began = Broadcasts.abandon, threading.Event(), threading.Event()
+
+    def note(broadcasts, of) -> None:
+        abandon(broadcasts, of)
+        closed.set()
+
+    add = ReceivedTensors.add
+    monkeypatch.setattr(Broadcasts, "abandon", note)
+    monkeypatch.setattr(ReceivedTensors, "add", lambda *given: began.set() or add(*given))
     call = receive(scheduler, tensors)
-    await asyncio.wrap_future(trainer.send([next(iter(tensors.values()))]))
+    trainer.send([next(iter(tensors.values()))])
+    await asyncio.to_thread(began.wait)
     call.cancel()
+    await asyncio.to_thread(closed.wait)
+    assert not (await scheduler.stub.LeaveUpdateGroup(b.LeaveUpdateGroupRequest(name="g"))).left
+    assert (await status_of(receive(scheduler, tensors)))[0] is CODE.FAILED_PRECONDITION
 
-    async def is_left() -> bool:
-        return (await status_of(receive(scheduler, {})))[0] is CODE.FAILED_PRECONDITION
 
-    while not await is_left():
-        pass
+async def test_calls_at_the_same_time_are_refused(scheduler, checkpoint, trainers, monkeypatch):
+    trainer, tensors = await join(scheduler, trainers), tensors_of(checkpoint(seed=1))
+    began, add = threading.Event(), ReceivedTensors.add
+    monkeypatch.setattr(ReceivedTensors, "add", lambda *given: began.set() or add(*given))
+    call = receive(scheduler, tensors)
+    trainer.send([next(iter(tensors.values()))])
+    await asyncio.to_thread(began.wait)
+    code, details = await status_of(receive(scheduler, tensors))
+    assert (code, "another call receives" in details) == (CODE.FAILED_PRECONDITION, True), details
+    trainer.send(list(tensors.values())[1:])
+    assert (await status_of(call))[0] is CODE.UNAVAILABLE  # the other call has closed the group
 
 
 BAD_GROUPS = [

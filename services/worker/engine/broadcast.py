@@ -103,7 +103,7 @@ class Broadcasts:
         Raises ``InvalidRequest``, which names the tensor, ``FailedPrecondition``, and ``Unavailable`` if a process of
         the group is lost. The caller must then abandon the group.
         """
-        with group.receiving, group.stream():
+        with group.alone(), group.stream():
             update = self._continue(update_id, group)
             update.tensors.check(tensors)
             update.calls += 1

@@ -17,7 +17,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch does not 
     TCPStore,
 )
 
-from services.common.errors import InvalidRequest, Unavailable
+from services.common.errors import FailedPrecondition, InvalidRequest, Unavailable
 from services.worker.parallel.errors import first_sentence
 
 BACKENDS = ("gloo", "nccl")
@@ -63,7 +63,7 @@ class GroupAddress(NamedTuple):
 class UpdateGroup:
     """The connections of this process to a trainer with rank 0, and to the other ranks.
 
-    One thread at a time calls ``receive``, while it holds ``receiving``. Any thread calls ``close``.
+    One thread at a time calls ``receive``, in the block of ``alone``. Any thread calls ``close``.
     """
 
     def __init__(self, address: GroupAddress, device: torch.device) -> None:
@@ -72,7 +72,7 @@ class UpdateGroup:
         ``device`` is that of the model. Raises ``Unavailable`` if a process does not join in time.
         """
         self.address = address
-        self.receiving = threading.Lock()
+        self._receiving = threading.Lock()  # held by the thread that receives
         self._device = device if address.backend == "nccl" else torch.device("cpu")
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._closed = False
@@ -91,6 +91,19 @@ class UpdateGroup:
                 " its processes with the same world_size, each with its own rank, and join again"
             ) from error
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Run the block unless another thread does. Raises ``FailedPrecondition`` then, because calls have an order."""
+        if not self._receiving.acquire(blocking=False):
+            raise FailedPrecondition(
+                f"another call receives from the group {self.address.name!r}; send one call after the other",
+                field="group",
+            )
+        try:
+            yield
+        finally:
+            self._receiving.release()
+
     def stream(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which tensors are received and used. On CUDA, steps do not wait for its launches."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -104,17 +117,21 @@ class UpdateGroup:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         content = tensor.reshape(-1).view(torch.uint8)  # Gloo cannot broadcast every dtype
         content.fill_(_UNSENT)
-        if self._closed:
+        # If ``close`` ended the last reference, torch would wait there for the broadcast, and hold Python's lock.
+        group, work = self._group, None
+        if group is None:
             raise self._lost("it was closed")
         try:
             options = BroadcastOptions()
             options.timeout = timedelta(seconds=self.address.timeout_s)
-            work = self._group.broadcast([content], options)
+            work = group.broadcast([content], options)
             if self.address.backend == "nccl":
                 self._wait(work)
             work.wait()
         except RuntimeError as error:
             raise self._lost(first_sentence(error)) from error
+        finally:
+            del group, work  # the traceback of an error would keep the connections
         if self._closed:
             raise self._lost("it was closed")
         return tensor
@@ -125,10 +142,10 @@ class UpdateGroup:
         A ``receive`` that waits fails at once with nccl, and after the timeout at the latest with gloo.
         """
         self._closed = True
-        if self.address.backend == "nccl":
+        group, self._group = self._group, None
+        if group is not None and self.address.backend == "nccl":
             with contextlib.suppress(RuntimeError):
-                self._group.abort()
-        self._group = None
+                group.abort()
 
     def _wait(self, work: Any) -> None:
         """Wait until the device has received a tensor. A wait of torch would block the host without a timeout."""
