@@ -328,7 +328,7 @@ class Recorded:
         self.discarded: list[bool] = []  # ``remove_upload`` of each discard
         self.sent = 0  # uploads
         self.engine = self.stream = self.weights = self
-        self.committed = Weights()
+        self.committed, self.sleep = Weights(), None
 
     def pause(self, *given, **named) -> Future:
         return done(SimpleNamespace(number=1, aborted=0, joined=False))
