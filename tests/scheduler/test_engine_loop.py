@@ -31,6 +31,7 @@ class Worker:
     plans_in_flight = 2
     info = SHAPE.worker_info()
     weights_version = ""
+    is_asleep = bool  # false
 
     def __init__(self, core: Scheduler) -> None:
         self._core = core

@@ -41,6 +41,7 @@ async def test_worker_info_says_what_plans_must_fit_into(connect, checkpoint):
         "grammars": True,
         "processed_logprobs": True,
         "thinking_budgets": True,
+        "sleeps": True,
         "tensor_parallel": one,
         "pipeline_parallel": one,
         "device": "cpu",

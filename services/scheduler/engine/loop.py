@@ -300,7 +300,7 @@ class EngineLoop:
         policy, stages = core.state.policy, stream.info.pipeline_parallel.size
         self._ahead = min(policy.steps_ahead, most), most
         core.state.queue.steps_ahead = self._ahead[0]
-        core.attach(self.limits_of(stream.info), asleep=stream.asleep)
+        core.attach(self.limits_of(stream.info), asleep=stream.is_asleep())
         if stream.weights_version != core.state.queue.weights_version:
             core.change_weights(stream.weights_version)
         self._pace.begin((stages - 1) / policy.micro_batches)

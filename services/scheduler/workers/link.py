@@ -159,8 +159,8 @@ class WorkerLink:
                     weights.close()
                 self.committed = restore(weights, infos, self.committed)
                 self.sleep = settle(weights, infos, self.sleep)
-                version, asleep = self.committed.version, bool(self.sleep.parts)
-                stream = WorkerStream(info, plans, ranks, self._events, weights, version, asleep=asleep)
+                version = self.committed.version
+                stream = WorkerStream(info, plans, ranks, self._events, weights, version, self._is_asleep)
                 heartbeats = [WorkerHeartbeat(address, channel, self._dialer) for address, channel in opened.items()]
                 reason = self._run_streams(stream, stubs, _Reports(heartbeats))
             except Unready as error:
@@ -178,6 +178,9 @@ class WorkerLink:
             stopping = self._stopping.is_set()
             self._events.worker_lost(lost, "the scheduler stops" if stopping else reason, stopping=stopping)
         return reason, lost is not None
+
+    def _is_asleep(self) -> bool:
+        return self.sleep is not None and bool(self.sleep.parts)
 
     def _await_health(self, address: str, channel: grpc.Channel) -> None:
         """Block until the worker reports SERVING. Return at once for a worker without health watches.
@@ -270,10 +273,9 @@ class WorkerLink:
 
     def _serve(self, stream: WorkerStream, reports: "_Reports") -> str:
         """Block until a stream ends. Return the reason."""
-        self._served, self._last_reason = True, ""
+        self.stream, self._served, self._last_reason = stream, True, ""
         log.info("worker connected", addresses=",".join(self._addresses), incarnation=stream.info.incarnation_id)
         self._events.worker_connected(stream)
-        self.stream = stream  # a caller that sees it comes after the event
         while (ended := reports.get()[1]) is None:  # ignore a repeated ready
             pass
         return _reason(ended)

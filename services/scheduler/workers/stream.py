@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import grpc
@@ -97,12 +97,14 @@ class WorkerStream:
         events: WorkerEvents,
         weights: WorkerWeights,
         weights_version: str,
-        *,
-        asleep: bool = False,
+        is_asleep: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``weights_version`` and ``asleep`` are those of all workers at the start of the stream."""
+        """``weights_version`` is that of all workers at the start of the stream.
+
+        ``is_asleep`` returns whether they are asleep now. Any thread may call it.
+        """
         self.info, self.plans_in_flight, self.ranks = info, plans_in_flight, ranks
-        self.weights, self.weights_version, self.asleep = weights, weights_version, asleep
+        self.weights, self.weights_version, self.is_asleep = weights, weights_version, is_asleep
         self._events = events
         self._sending = threading.Lock()  # so that every rank gets the same plans
         self._finished = False  # protected by ``_sending``
