@@ -38,11 +38,13 @@ class BroadcastUpdates:
         self._link, self._updates, self._workers = link, updates, workers
         self._receiving = asyncio.Lock()  # held while workers receive tensors or stage them
         self._open: _Open | None = None
+        self._leaving: set[asyncio.Task[bool]] = set()
         self._ended: Counter[str] = Counter()  # number of groups of each name that have ended
 
     async def join(self, group: weights_pb2.UpdateGroup) -> None:
         """Make all workers join ``group``. Raises ``TokaError``; then none is in it."""
         await self.leave(group.name)
+        await self._wait_until_left()
         async with undo_on_error_async(self._close, group.name, self._ended[group.name]):
             await self._workers.join(group)
         log.info("the workers joined a trainer", group=group.name, first_rank=group.first_rank, size=group.world_size)
@@ -53,7 +55,10 @@ class BroadcastUpdates:
         opened = self._open
         if opened is not None and opened.group == name:
             self._open = None
-        return await asyncio.shield(asyncio.create_task(self._leave(name, opened)))
+        leaving = asyncio.create_task(self._leave(name, opened))
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+        return await asyncio.shield(leaving)
 
     async def receive(
         self, request: broadcast_pb2.ReceiveWeightsRequest
@@ -69,6 +74,7 @@ class BroadcastUpdates:
                     f"the group {request.group[:128]!r} was closed after an error, or left; join a new group",
                     field="group",
                 )
+            await self._wait_until_left()
             opened = await self._continue(request)
             return await self._workers.receive(opened.update_id, opened.group, request.tensors, flat=request.flat)
 
@@ -120,6 +126,11 @@ class BroadcastUpdates:
         """
         if self._ended[name] == ended:
             await self.leave(name)
+
+    async def _wait_until_left(self) -> None:
+        """Wait until no worker is leaving a group, which could be a new one of the same name."""
+        while self._leaving:
+            await asyncio.wait(set(self._leaving))
 
     async def _leave(self, name: str, opened: _Open | None) -> bool:
         if opened is not None and opened.group == name:
