@@ -301,7 +301,7 @@ async def test_without_the_flag_no_group_is_joined(connect):
     assert (code, "weight_directories=" in details) == (CODE.PERMISSION_DENIED, True)
 
 
-def _sglang_trainer(port: int, tensors: list[torch.Tensor]) -> None:
+def _sglang_trainer(port: int, tensors: list[torch.Tensor], received) -> None:
     """Be a trainer that makes its group as SGLang's ``init_custom_process_group`` does, and keeps its default group."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     timeout = timedelta(seconds=60)
@@ -314,17 +314,21 @@ def _sglang_trainer(port: int, tensors: list[torch.Tensor]) -> None:
     c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}  # noqa: SLF001
     for tensor in tensors:
         dist.broadcast(tensor, src=0, group=group)
+    received.wait()
+    os._exit(0)
 
 
 async def test_a_group_that_sglang_makes_fits(scheduler, checkpoint):
     tensors = tensors_of(checkpoint(seed=1))
     trainer = Trainer(2, "g", joins=False)
-    arguments = trainer.port, [*tensors.values()]
-    process = multiprocessing.get_context("spawn").Process(target=_sglang_trainer, args=arguments)
+    context = multiprocessing.get_context("spawn")
+    received = context.Event()
+    process = context.Process(target=_sglang_trainer, args=(trainer.port, [*tensors.values()], received))
     process.start()
     await scheduler.stub.JoinUpdateGroup(b.JoinUpdateGroupRequest(group=group(trainer)))
     await prepare(scheduler)
     assert (await receive(scheduler, tensors)).missing == 0
+    received.set()
     process.join()
     assert process.exitcode == 0
     await stage(scheduler, "")
