@@ -11,6 +11,7 @@ from tokasaurus.scheduler.v1 import (
     observe_pb2,
     scheduler_pb2_grpc,
     session_pb2,
+    sleep_pb2,
 )
 
 
@@ -44,10 +45,13 @@ ADMIN = {
     "JoinUpdateGroup": broadcast_pb2.JoinUpdateGroupRequest(),
     "LeaveUpdateGroup": broadcast_pb2.LeaveUpdateGroupRequest(name="x"),
     "ReceiveWeights": broadcast_pb2.ReceiveWeightsRequest(version="x" * 257),
+    "Sleep": sleep_pb2.SleepRequest(level=3),
+    "Wake": sleep_pb2.WakeRequest(parts=[99]),
 }
 OF_ADMINS = {"Session", "UploadWeights", *ADMIN}
 METHODS = {*OF_ADMINS, *INFERENCE, "reflection"}
-# How calls end that are allowed and do not succeed: there is no such request, mode, directory, header and update.
+# How calls end that are allowed and do not succeed: there is no such request, mode, directory, header, update, level
+# and part.
 CODES = {
     "CancelRequest": grpc.StatusCode.NOT_FOUND,
     "Pause": grpc.StatusCode.INVALID_ARGUMENT,
@@ -56,6 +60,8 @@ CODES = {
     "CommitWeights": grpc.StatusCode.FAILED_PRECONDITION,
     "JoinUpdateGroup": grpc.StatusCode.INVALID_ARGUMENT,
     "ReceiveWeights": grpc.StatusCode.INVALID_ARGUMENT,
+    "Sleep": grpc.StatusCode.INVALID_ARGUMENT,
+    "Wake": grpc.StatusCode.INVALID_ARGUMENT,
 }
 
 

@@ -25,7 +25,7 @@ from tests.fakes.worker import FakeWorker
 from tests.scheduler import every_method
 from tests.scheduler.call_status import begins, ends
 from tests.scheduler.every_method import METHODS, OF_ADMINS, request
-from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, scheduler_pb2_grpc
+from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2, scheduler_pb2, scheduler_pb2_grpc
 
 OK, WHO, NO = grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED
 KEYS = {name: new_key() for name in ("team", "other", "boss", "late", "one-at-a-time", "thrifty", "open")}
@@ -123,6 +123,11 @@ async def serving(dialer: Dialer = PLAIN, *, worker_listen: str = "127.0.0.1:0",
 
 
 LET_IN = dict.fromkeys(METHODS, OK) | every_method.CODES
+
+
+def test_every_method_is_tested():
+    service = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"]
+    assert {method.name for method in service.methods} == METHODS - {"reflection"}
 
 
 async def test_without_keys_everything_is_open():

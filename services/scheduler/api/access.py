@@ -20,7 +20,7 @@ Metadata = Iterable[tuple[str, str | bytes]]
 _SERVICE = "/tokasaurus.scheduler.v1.SchedulerService/"
 _SESSION = f"{_SERVICE}Session"  # carries requests of any key
 # The other methods concern requests of all keys.
-_CONTROL = ("Pause", "Resume", "AbortRequests", "ResetPrefixCache")
+_CONTROL = ("Pause", "Resume", "AbortRequests", "ResetPrefixCache", "Sleep", "Wake")
 _WEIGHTS = ("StageWeights", "UploadWeights", "CommitWeights", "DiscardWeights", "GetWeights")
 _BROADCASTS = ("JoinUpdateGroup", "LeaveUpdateGroup", "ReceiveWeights")
 _VIEWS = ("ListRequests", "CancelRequest", "WatchPlans")
