@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
 import grpc
 import pytest
 import safetensors.torch
@@ -16,6 +17,7 @@ from services.common.memory_parts import ALL_PARTS, MemoryPart
 from services.worker.boot.common import Booted, boot
 from services.worker.engine.sleep import Sleeper
 from services.worker.engine.weights import ModelWeights
+from tests.gguf_files import write_gguf
 from tests.worker.scheduler import admission, status_of
 from tests.worker.test_arena import needs_cuda
 from tests.worker.test_weights import FLAGS, PROMPT, checksums, commit, generated, stage
@@ -79,6 +81,19 @@ def test_answers_after_a_sleep_are_those_before(checkpoint, architecture, argume
         assert weights.checksums() == sums
         assert generated(booted) == expected
     assert [tensor.data_ptr() for tensor in tensors] == addresses
+    booted.runner.close()
+
+
+@pytest.mark.parametrize("flags", [{}, {"dtype": "bfloat16"}, {"quantization": "fp8"}])
+def test_dropped_weights_are_read_again_from_a_gguf_file(checkpoint, tmp_path, flags):
+    path = write_gguf(tmp_path / "model.gguf", checkpoint("llama"), kind=gguf.GGMLQuantizationType.Q8_0)
+    booted = boot(WorkerConfig(model=str(path), **FLAGS | flags))
+    sleeper, weights = sleeper_of(booted)
+    expected, sums = generated(booted), weights.checksums()
+    sleeper.sleep(ALL_PARTS, 2)
+    sleeper.wake(ALL_PARTS)
+    assert weights.checksums() == sums
+    assert generated(booted) == expected
     booted.runner.close()
 
 

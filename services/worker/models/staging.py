@@ -17,6 +17,7 @@ from services.worker.described.config import ModelConfig
 from services.worker.models import weights
 from services.worker.models.base import Staged
 from services.worker.models.decoder import DecoderModel
+from services.worker.models.gguf_shard import open_shard
 
 UPLOAD = "the upload"  # place of a tensor in errors
 _FACTOR = 0x9E3779B97F4A7C15  # odd, and close to the golden ratio times 2^64
@@ -86,7 +87,7 @@ def _read(directory: Path, model: DecoderModel, described: ModelConfig) -> Stage
     tensors: dict[str, torch.Tensor] = {}
     fingerprint, free = 0, available_memory()
     for path in weight_paths(directory):
-        with safetensors.safe_open(path, framework="pt") as shard:
+        with open_shard(path) as shard:
             for name in shard.keys():  # noqa: SIM118 (not a mapping)
                 _check_place(path, name, known, described)
                 if name not in known:
