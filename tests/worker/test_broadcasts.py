@@ -139,6 +139,16 @@ async def test_tensors_that_do_not_fit_are_refused_before_any_arrives(scheduler,
     assert await checksums(scheduler) == before
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+async def test_a_tensor_that_is_larger_than_the_memory_is_refused(scheduler, trainers, flat):
+    """No rank needs it, so its size is not among those of the weights."""
+    await join(scheduler, trainers)
+    described = common.UploadedTensor(name="model.layers.0.self_attn.rotary_emb.inv_freq", dtype="F32", shape=[2**50])
+    request = b.ReceiveWeightsRequest(update_id="u", group="g", tensors=[described], flat=flat)
+    code, details = await status_of(scheduler.stub.ReceiveWeights(request))
+    assert (code, "too little memory" in details) == (CODE.FAILED_PRECONDITION, True), details
+
+
 async def test_a_value_that_is_not_finite_or_was_not_sent_is_named(scheduler, checkpoint, trainers):
     before, tensors = await checksums(scheduler), tensors_of(checkpoint(seed=1))
     for wrong in (torch.full_like(tensors[NORM], float("nan")), tensors[NORM][:-1]):
@@ -266,9 +276,15 @@ BAD_GROUPS = [
     ({"backend": "mpi"}, "group.backend"),
     ({"backend": "nccl"}, "group.backend"),
     ({"master_address": ""}, "group.master_address"),
+    ({"master_address": "x" * 64}, "group.master_address"),
+    ({"master_address": "a..b"}, "group.master_address"),
+    ({"master_address": "a\0b"}, "group.master_address"),
     ({"master_port": 0}, "group.master_port"),
     ({"first_rank": 0}, "group.world_size"),
     ({"world_size": 1}, "group.world_size"),
+    ({"world_size": 2**31}, "group.world_size"),
+    ({"timeout_ns": 0}, "group.timeout_ns"),
+    ({"timeout_ns": 2**64 - 1}, "group.timeout_ns"),
 ]
 
 

@@ -1,6 +1,7 @@
 """A process group with a trainer, which broadcasts weights. It is independent of the groups of the replica's ranks."""
 
 import contextlib
+import math
 import os
 import socket
 import threading
@@ -18,11 +19,14 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch does not 
 )
 
 from services.common.errors import FailedPrecondition, InvalidRequest, Unavailable
+from services.common.host.resources import available_memory
 from services.worker.parallel.errors import first_sentence
 
 BACKENDS = ("gloo", "nccl")
 _MOST_NAME, _MOST_HOST = 128, 255  # characters
 _MOST_PORT = 65535
+_MOST_RANKS = 65_536
+_MOST_SECONDS = 86_400
 _PROBE_S, _CONNECT_S = 0.05, 1.0
 _POLL_S = 0.0005
 _UNSENT = 0xFF  # byte of elements that were not received: NaN in every dtype of weights
@@ -48,7 +52,7 @@ class GroupAddress(NamedTuple):
         if self.backend not in BACKENDS or (self.backend == "nccl" and device.type != "cuda"):
             expected = " or ".join(BACKENDS) if device.type == "cuda" else "gloo, because this worker has no GPU"
             raise InvalidRequest(f"{self.backend[:64]!r}: expected {expected}", field="group.backend")
-        if not 1 <= len(self.host) <= _MOST_HOST:
+        if not 1 <= len(self.host) <= _MOST_HOST or not _is_host(self.host):
             raise InvalidRequest("expected the host of the trainer's store", field="group.master_address")
         if not 1 <= self.port <= _MOST_PORT:
             raise InvalidRequest(f"{self.port}: expected 1 to {_MOST_PORT}", field="group.master_port")
@@ -58,6 +62,22 @@ class GroupAddress(NamedTuple):
                 f" {self.world_size - 1}, because the trainer has rank 0 and each worker its own rank",
                 field="group.world_size",
             )
+        if self.world_size > _MOST_RANKS:
+            raise InvalidRequest(
+                f"{self.world_size} processes: expected at most {_MOST_RANKS}", field="group.world_size"
+            )
+        if not 0 < self.timeout_s <= _MOST_SECONDS:
+            raise InvalidRequest(
+                f"{self.timeout_s:g} s: expected more than 0, and at most {_MOST_SECONDS} s", field="group.timeout_ns"
+            )
+
+
+def _is_host(host: str) -> bool:
+    """Return whether ``host`` can be looked up. Python raises ``UnicodeError`` for other names."""
+    try:
+        return bool(host.encode("idna")) and "\0" not in host
+    except UnicodeError:
+        return False
 
 
 class UpdateGroup:
@@ -112,9 +132,10 @@ class UpdateGroup:
         """Wait for the next tensor that rank 0 broadcasts, and return it, on the device of the backend.
 
         Call it in the context of ``stream``. Elements that rank 0 did not send are NaN. Raises ``Unavailable`` if a
-        process is lost, if no tensor arrives in time, or if the group was closed.
+        process is lost, if no tensor arrives in time, or if the group was closed. Raises ``FailedPrecondition`` if
+        there is too little memory for the tensor.
         """
-        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        tensor = self._empty(shape, dtype)
         content = tensor.reshape(-1).view(torch.uint8)  # Gloo cannot broadcast every dtype
         content.fill_(_UNSENT)
         # If ``close`` ended the last reference, torch would wait there for the broadcast, and hold Python's lock.
@@ -146,6 +167,19 @@ class UpdateGroup:
         if group is not None and self.address.backend == "nccl":
             with contextlib.suppress(RuntimeError):
                 group.abort()
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor without content. Raises ``FailedPrecondition`` if there is too little memory."""
+        size = math.prod(shape) * dtype.itemsize
+        try:
+            if self._device.type == "cpu" and size > available_memory():
+                raise MemoryError
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        except (MemoryError, RuntimeError) as error:
+            raise FailedPrecondition(
+                f"{self._device} has too little memory to receive a tensor of {size:,} bytes; send smaller tensors, or"
+                " end other programs"
+            ) from error
 
     def _wait(self, work: Any) -> None:
         """Wait until the device has received a tensor. A wait of torch would block the host without a timeout."""
