@@ -7,11 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.common.config import WorkerConfig
 from services.common.errors import FailedPrecondition
+from services.common.model.checkpoint_files import read_shards
+from services.common.model.files import read_config
 from services.worker.arena import host_copy
 from services.worker.arena.cuda_block import AccessDescription, AllocationProperties
 from services.worker.arena.host_copy import HostCopy
 from services.worker.arena.tensor_arena import TensorArena
+from services.worker.boot.common import boot
+from services.worker.described.registry import read_model_config
+from services.worker.models.received import ReceivedTensors
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])]
@@ -92,6 +98,34 @@ def test_a_copy_that_does_not_fit_the_host_names_the_sizes(monkeypatch):
     arena.zeros((2**30,), torch.uint8)
     with pytest.raises(FailedPrecondition, match=r"1\.0 GiB of host memory, and 0\.5 GiB are free.*level 2"):
         HostCopy(arena.contents)
+
+
+@pytest.fixture
+def full_of_pinned(monkeypatch) -> None:
+    """A host without free memory, before torch gives back the pinned memory that it keeps."""
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: emptied.append(True), raising=False)
+    monkeypatch.setattr(host_copy, "available_memory", lambda: 2**40 if emptied else 0)
+
+
+@pytest.mark.usefixtures("full_of_pinned")
+@pytest.mark.parametrize("use", ["sleep", "stage", "receive"])
+def test_pinned_memory_that_torch_keeps_is_free_for_weights(checkpoint, use):
+    if use == "sleep":
+        arena = TensorArena(torch.device("cpu"))
+        arena.zeros((8,), torch.uint8)
+        HostCopy(arena.contents)
+        return
+    described = read_model_config(read_config(checkpoint()))
+    (shard,) = read_shards(checkpoint())
+    if use == "receive":
+        ReceivedTensors(shard.tensors.keys(), described).check(shard.tensors)
+        return
+    config = WorkerConfig(model=str(checkpoint()), device="cpu", kv_cache_num_tokens=1024, page_size=16)
+    booted = boot(config)
+    assert booted.loaded.source.stage(checkpoint(), booted.loaded.model).tensors
+    booted.runner.close()
 
 
 def test_structures_have_the_sizes_of_the_driver():

@@ -18,8 +18,8 @@ class HostCopy:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Allocate the memory. Any thread may call it. Raises ``FailedPrecondition`` if the host has too little."""
-        needed, free = sum(tensor.nbytes for tensor in tensors), available_memory()
-        if needed > free:
+        needed = sum(tensor.nbytes for tensor in tensors)
+        if needed > (free := free_on_host(needed)):
             raise FailedPrecondition(
                 f"a copy of the weights takes {needed / 2**30:.1f} GiB of host memory, and {free / 2**30:.1f} GiB are"
                 " free; end other programs, or sleep at level 2, which keeps no copy"
@@ -57,6 +57,18 @@ def empty_on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device
         except RuntimeError:  # too little memory may be locked
             pass
     return torch.empty(shape, dtype=dtype)
+
+
+def free_on_host(needed: int) -> int:
+    """Return the free memory of the host in bytes.
+
+    If it is less than ``needed``, torch first gives back the pinned memory of deleted tensors.
+    """
+    free = available_memory()
+    if needed > free and torch.cuda.is_initialized():
+        torch._C._host_emptyCache()
+        free = available_memory()
+    return free
 
 
 def _synchronize(tensors: Sequence[torch.Tensor]) -> None:

@@ -5,9 +5,8 @@ from collections.abc import Collection, Mapping
 import torch
 
 from services.common.errors import FailedPrecondition, InvalidRequest
-from services.common.host.resources import available_memory
 from services.common.model.checkpoint_files import StoredTensor
-from services.worker.arena.host_copy import empty_on_host
+from services.worker.arena.host_copy import empty_on_host, free_on_host
 from services.worker.described.checkpoint import EMBEDDING, HEAD, checkpoint_shapes
 from services.worker.described.config import ModelConfig
 from services.worker.models.base import Staged
@@ -42,7 +41,8 @@ class ReceivedTensors:
                 check_unused(_PLACE, self._arrived | dict(tensors), self._expected)
         except InvalidRequest as error:
             raise InvalidRequest(error.message, field="tensors") from error
-        if sum(tensors[name].nbytes for name in tensors.keys() & set(self._wanted)) > available_memory():
+        needed = sum(tensors[name].nbytes for name in tensors.keys() & set(self._wanted))
+        if needed > free_on_host(needed):
             raise FailedPrecondition("the host has too little memory for a copy of the weights; end other programs")
 
     def add(self, name: str, stored: StoredTensor, tensor: torch.Tensor) -> torch.Tensor:

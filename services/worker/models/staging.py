@@ -9,9 +9,8 @@ import safetensors
 import torch
 
 from services.common.errors import FailedPrecondition, InvalidRequest
-from services.common.host.resources import available_memory
-from services.common.model.checkpoint_files import StoredTensor, weight_paths
-from services.worker.arena.host_copy import empty_on_host
+from services.common.model.checkpoint_files import CheckpointShard, StoredTensor, read_shards, weight_paths
+from services.worker.arena.host_copy import empty_on_host, free_on_host
 from services.worker.described.checkpoint import checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
 from services.worker.models import weights
@@ -85,7 +84,7 @@ def apply(staged: Staged, model: DecoderModel) -> None:
 def _read(directory: Path, model: DecoderModel, described: ModelConfig) -> Staged:
     known, wanted = checkpoint_shapes(described).keys(), model.targets().keys()
     tensors: dict[str, torch.Tensor] = {}
-    fingerprint, free = 0, available_memory()
+    fingerprint, free = 0, free_on_host(_wanted_bytes(directory, wanted))
     for path in weight_paths(directory):
         with open_shard(path) as shard:
             for name in shard.keys():  # noqa: SIM118 (not a mapping)
@@ -106,6 +105,12 @@ def _read(directory: Path, model: DecoderModel, described: ModelConfig) -> Stage
                     )
                 tensors[name] = tensor
     return Staged(tensors, fingerprint)
+
+
+def _wanted_bytes(directory: Path, wanted: Collection[str]) -> int:
+    """Return the size of the ``wanted`` tensors in ``directory``, whose files were checked."""
+    shards = (shard for shard in read_shards(directory) if isinstance(shard, CheckpointShard))
+    return sum(each.nbytes for shard in shards for name, each in shard.tensors.items() if name in wanted)
 
 
 def _check_place(place: Path | str, name: str, known: Collection[str], described: ModelConfig) -> None:
