@@ -98,8 +98,8 @@ def _disconnect_on_timeout(context: ExceptionContext) -> None:
 
 
 def _make_sqlite_engine(url: URL, connections: SqliteConnections) -> AsyncEngine:
-    if url.database:
-        Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+    if url.database:  # a path, or an SQLite URI
+        Path(url.database.removeprefix("file:")).parent.mkdir(parents=True, exist_ok=True)
     arguments = {"timeout": LOCK_TIMEOUT_S, "cached_statements": _STATEMENTS}
     arguments = {name: value for name, value in arguments.items() if name not in url.query}
     engine = create_async_engine(url, connect_args={"async_creator_fn": connections.connect, **arguments})

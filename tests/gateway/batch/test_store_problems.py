@@ -143,6 +143,7 @@ async def test_a_database_that_is_read_only_at_the_start_says_so(path, health, l
         with pytest.raises(StoreUnavailable, match=f"the database {path} cannot be written"):
             await Store.open(f"sqlite:///file:{path}?mode=ro&uri=true", health)
     assert problems(logs) == ["read_only"]
+    assert "file:" not in os.listdir()  # the path of a URI is not a relative one
 
 
 async def test_a_directory_that_goes_away_is_not_made_again_and_is_used_again_when_it_is_back(path, health, logs):
