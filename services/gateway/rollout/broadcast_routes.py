@@ -26,6 +26,7 @@ _MOST_RANKS = 65_536
 _MOST_SECONDS = 86_400
 _VERSION = "The name of the new weights, of 1 to 256 characters. Default: the time."
 
+GroupName = Annotated[str, Field(min_length=1, max_length=128, description="Name of the group.")]
 Names = Annotated[list[str], Field(description="Names of the tensors, as in the checkpoint, in their order.")]
 Shapes = Annotated[
     list[list[Annotated[int, Field(ge=0, lt=2**63)]]], Field(description="Shapes of the same tensors, in elements.")
@@ -39,7 +40,7 @@ class GroupBody(Body):
     master_port: int = Field(ge=1, le=65535, description="Its port.")
     rank_offset: int = Field(ge=1, le=_MOST_RANKS, description="Rank of the first worker. The trainer has rank 0.")
     world_size: int = Field(ge=2, le=_MOST_RANKS, description="Number of processes, with the trainer.")
-    group_name: str = Field(default=_VLLM_NAME, min_length=1, max_length=128, description="Name of the group.")
+    group_name: GroupName = _VLLM_NAME
     backend: Literal["gloo", "nccl"] | None = optional("Default: nccl if the workers compute on CUDA, otherwise gloo.")
     timeout_seconds: float | None = Field(
         default=None,
@@ -66,13 +67,13 @@ class GroupBody(Body):
 class InitWeightsUpdateGroupBody(GroupBody):
     """``POST /init_weights_update_group``."""
 
-    group_name: str = Field(default=_NAME, min_length=1, max_length=128, description="Name of the group.")
+    group_name: GroupName = _NAME
 
 
 class DestroyWeightsUpdateGroupBody(Body):
     """``POST /destroy_weights_update_group``."""
 
-    group_name: str = Field(default=_NAME, min_length=1, max_length=128, description="Name of the group.")
+    group_name: GroupName = _NAME
 
 
 class UpdateFromDistributedBody(Body):
@@ -81,7 +82,7 @@ class UpdateFromDistributedBody(Body):
     names: Names
     dtypes: list[str] = Field(description="Dtypes of the same tensors, as torch names them: bfloat16, float32, ...")
     shapes: Shapes
-    group_name: str = Field(default=_NAME, min_length=1, max_length=128, description="Name of the group.")
+    group_name: GroupName = _NAME
     load_format: Literal["flattened_bucket"] | None = optional(
         "flattened_bucket: rank 0 broadcasts the bytes of all tensors, one after the other, as one tensor."
     )
@@ -106,7 +107,7 @@ class UpdateInfo(Body):
     names: Names
     dtype_names: list[str] = Field(description="Dtypes of the same tensors, as torch names them.")
     shapes: Shapes
-    group_name: str = Field(default=_VLLM_NAME, min_length=1, max_length=128, description="Name of the group.")
+    group_name: GroupName = _VLLM_NAME
     packed: bool = Field(default=False, description="Must be false: rank 0 broadcasts each tensor as it is.")
 
 
@@ -124,7 +125,7 @@ class StartUpdateBody(Body):
     is_checkpoint_format: bool = Field(
         default=True, description="Must be true: tensors have the names and shapes of a checkpoint."
     )
-    group_name: str = Field(default=_VLLM_NAME, min_length=1, max_length=128, description="Name of the group.")
+    group_name: GroupName = _VLLM_NAME
 
 
 class FinishUpdateBody(Body):
@@ -161,8 +162,8 @@ async def destroy_weights_update_group(request: Request) -> Response:
 async def update_weights_from_distributed(request: Request) -> Response:
     """Receive tensors that rank 0 of a group broadcasts, and replace the weights when all have arrived.
 
-    Other than SGLang, it changes no weights before every tensor of the model has arrived, in this call and those before
-    it. After an error nothing changes, the error names the tensor, and the group is closed.
+    Unlike SGLang, it changes no weights before every tensor of the model has arrived, in this call and those before it.
+    After an error nothing changes, the error names the tensor, and the group is closed.
     """
     body = await read_optional(request, UpdateFromDistributedBody)
     fleet = gateway_of(request).fleet

@@ -13,10 +13,7 @@ from services.gateway.openai.body import Body, optional
 from services.gateway.openai.parse import ignored_header
 from services.gateway.openai.router import Router, parameters, takes
 from services.gateway.rollout import control
-from services.gateway.rollout.request import MODES
-from services.gateway.rollout.request import gateway_of as _gateway
-from services.gateway.rollout.request import read_mode as _read_mode
-from services.gateway.rollout.request import read_optional as _read
+from services.gateway.rollout.request import MODES, gateway_of, read_mode, read_optional
 from services.gateway.rollout.safetensors_body import SafetensorsBody
 
 _ID = "The id of a completion, or the x-request-id of a response whose request had none,"
@@ -106,8 +103,8 @@ async def pause(request: Request) -> Response:
     and ``keep`` stops them where they are. Later requests do not use the prefix cache from before the pause, unless
     ``clear_cache`` is false.
     """
-    mode, clear_cache = _read_mode(request), _read_flag(request, "clear_cache", default=True)
-    fleet = _gateway(request).fleet
+    mode, clear_cache = read_mode(request), _read_flag(request, "clear_cache", default=True)
+    fleet = gateway_of(request).fleet
     aborted = await while_connected(request.receive, control.pause(fleet, mode))
     if clear_cache:
         await control.reset_prefix_cache(fleet)
@@ -117,36 +114,36 @@ async def pause(request: Request) -> Response:
 @router.post("/resume")
 async def resume(request: Request) -> Response:
     """Continue after ``/pause``."""
-    await control.resume(_gateway(request).fleet)
+    await control.resume(gateway_of(request).fleet)
     return response(200, {"status": "resumed"})
 
 
 @router.get("/is_paused")
 async def is_paused(request: Request) -> Response:
     """Return whether all schedulers are paused. A scheduler that has restarted is not."""
-    return response(200, {"is_paused": await control.is_paused(_gateway(request).fleet)})
+    return response(200, {"is_paused": await control.is_paused(gateway_of(request).fleet)})
 
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request) -> Response:
     """Compute the prompts of later requests again, instead of reading the prefix cache. Running requests continue."""
-    return response(200, {"freed_pages": await control.reset_prefix_cache(_gateway(request).fleet)})
+    return response(200, {"freed_pages": await control.reset_prefix_cache(gateway_of(request).fleet)})
 
 
 @router.post("/abort_requests", openapi_extra=takes(AbortRequestsBody.model_json_schema()))
 async def abort_requests(request: Request) -> Response:
     """End requests with their tokens and the finish reason ``abort``, as vLLM does. Unknown ids are ignored."""
-    body = await _read(request, AbortRequestsBody)
-    samples = await control.abort(_gateway(request).fleet, body.request_ids)
+    body = await read_optional(request, AbortRequestsBody)
+    samples = await control.abort(gateway_of(request).fleet, body.request_ids)
     return response(200, {"samples": samples}, ignored_header(body))
 
 
 @router.post("/pause_generation", openapi_extra=takes(PauseGenerationBody.model_json_schema()))
 async def pause_generation(request: Request) -> Response:
     """Stop all computation, as SGLang does."""
-    body = await _read(request, PauseGenerationBody)
+    body = await read_optional(request, PauseGenerationBody)
     mode, recompute = _SGLANG_MODES[body.mode]
-    pausing = control.pause(_gateway(request).fleet, mode, recompute=recompute)
+    pausing = control.pause(gateway_of(request).fleet, mode, recompute=recompute)
     await while_connected(request.receive, pausing)
     return response(200, {"status": "ok", "message": "generation is paused"}, ignored_header(body))
 
@@ -154,7 +151,7 @@ async def pause_generation(request: Request) -> Response:
 @router.post("/continue_generation")
 async def continue_generation(request: Request) -> Response:
     """Continue after ``/pause_generation``, as SGLang does."""
-    await control.resume(_gateway(request).fleet)
+    await control.resume(gateway_of(request).fleet)
     return response(200, {"status": "ok", "message": "generation continues"})
 
 
@@ -162,18 +159,18 @@ async def continue_generation(request: Request) -> Response:
 @router.get("/flush_cache")
 async def flush_cache(request: Request) -> Response:
     """Compute the prompts of later requests again, as SGLang does."""
-    freed = await control.reset_prefix_cache(_gateway(request).fleet)
+    freed = await control.reset_prefix_cache(gateway_of(request).fleet)
     return response(200, {"status": "ok", "message": f"the prefix cache is empty: {freed} pages are free again"})
 
 
 @router.post("/abort_request", openapi_extra=takes(AbortRequestBody.model_json_schema()))
 async def abort_request(request: Request) -> Response:
     """End a request with its tokens and the finish reason ``abort``, as SGLang does. An unknown id is ignored."""
-    body = await _read(request, AbortRequestBody)
+    body = await read_optional(request, AbortRequestBody)
     if not body.rid and not body.abort_all:
         raise InvalidRequest("name the request to abort, or set abort_all to true", field="rid")
     ids = [] if body.abort_all else [body.rid]
-    return response(200, {"samples": await control.abort(_gateway(request).fleet, ids)}, ignored_header(body))
+    return response(200, {"samples": await control.abort(gateway_of(request).fleet, ids)}, ignored_header(body))
 
 
 @router.post("/update_weights_from_disk", openapi_extra=takes(UpdateWeightsBody.model_json_schema()))
@@ -183,9 +180,9 @@ async def update_weights_from_disk(request: Request) -> Response:
     If the new weights do not fit the model, nothing changes, and the error names the tensor. The prefix cache is empty
     afterwards. Choices name the ``weights`` that generated their tokens.
     """
-    body = await _read(request, UpdateWeightsBody)
+    body = await read_optional(request, UpdateWeightsBody)
     mode: control.PauseMode = "abort" if body.abort_all_requests else "keep"
-    fleet = _gateway(request).fleet
+    fleet = gateway_of(request).fleet
     updating = control.update_weights(fleet, body.model_path, body.weight_version, mode)
     version = await while_connected(request.receive, updating)
     return response(200, updated(version), ignored_header(body))
@@ -204,7 +201,7 @@ async def put_weights(request: Request) -> Response:
         raise InvalidRequest("name the new weights: PUT /weights?weight_version=NAME", field="weight_version")
     body = SafetensorsBody(aiter(request.stream()))
     try:
-        version = await control.upload_weights(_gateway(request).fleet, body.messages(version), mode)
+        version = await control.upload_weights(gateway_of(request).fleet, body.messages(version), mode)
     except TokaError:
         if body.began or "expect" not in request.headers:  # a client that expects 100 Continue has sent nothing
             await body.discard()
@@ -227,7 +224,7 @@ async def update_weights_from_tensor(request: Request) -> Response:
 @router.get("/get_weight_version")
 async def get_weight_version(request: Request) -> Response:
     """Return the version of the weights of the first scheduler, as SGLang does. Empty: those of the start."""
-    [first, *_] = await control.read_weights(_gateway(request).fleet, checksums=False)
+    [first, *_] = await control.read_weights(gateway_of(request).fleet, checksums=False)
     return response(200, {"weight_version": first["version"]})
 
 
@@ -235,7 +232,7 @@ async def get_weight_version(request: Request) -> Response:
 async def get_weights(request: Request) -> Response:
     """Return version and directory of the weights of each scheduler, and checksums of all tensors if asked."""
     checksums = _read_flag(request, "checksums", default=False)
-    return response(200, {"schedulers": await control.read_weights(_gateway(request).fleet, checksums=checksums)})
+    return response(200, {"schedulers": await control.read_weights(gateway_of(request).fleet, checksums=checksums)})
 
 
 def updated(version: str) -> dict[str, Any]:
