@@ -34,6 +34,11 @@ def write_parts(parts: Parts) -> list[memory_pb2.MemoryPart]:
     return [cast("memory_pb2.MemoryPart", each.value) for each in sorted(parts)]
 
 
+def part_names(parts: Iterable[MemoryPart]) -> list[str]:
+    """Return the names of ``parts`` in lower case, without repetition, in the order of their numbers."""
+    return [part.name.lower() for part in sorted(set(parts))]
+
+
 def check_level(level: int) -> None:
     """Raise ``InvalidRequest`` unless ``level`` is a level of sleep."""
     if level not in SLEEP_LEVELS:

@@ -51,8 +51,8 @@ def test_after_updates_answers_are_those_of_a_fresh_deployment(checkpoints, arch
     old, new = (checkpoints / architecture / name for name in "01")
     with serve(model=old, weight_directories=checkpoints, **FLAGS | flags) as server:
         before = asyncio.run(answers(server, PROMPTS))
-        for told in (update(server, new, "first"), upload(server, old, "second"), update(server, new, "third")):
-            assert told.status_code == 200, told.text
+        for response in (update(server, new, "first"), upload(server, old, "second"), update(server, new, "third")):
+            assert response.status_code == 200, response.text
         after, sums = asyncio.run(answers(server, PROMPTS)), checksums(server)
     with serve(model=new, **FLAGS | flags) as fresh:
         assert asyncio.run(answers(fresh, PROMPTS)) == after != before

@@ -86,8 +86,8 @@ def test_after_an_update_answers_are_those_of_a_fresh_deployment(checkpoints, si
     flags = {"device": "cpu", "kv_cache_num_tokens": 16 * 400, "torch_num_threads": 1} | sizes
     with serve(model=checkpoints / "0", weight_directories=checkpoints, **flags) as server:
         before = asyncio.run(answers(server))
-        told = update(server, checkpoints / "1", "first")
-        assert (told.status_code, told.json()["weight_version"]) == (200, "first"), told.text
+        response = update(server, checkpoints / "1", "first")
+        assert (response.status_code, response.json()["weight_version"]) == (200, "first"), response.text
         after, sums = asyncio.run(answers(server)), checksums(server)
         refused = update(server, checkpoints / "none", "second")
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model_path")
@@ -113,6 +113,17 @@ def test_a_worker_that_is_killed_returns_with_the_committed_weights(checkpoints)
 UPLOADED = [{}, {"tp_size": 2}, {"pp_size": 2}, {"dp_size": 2}, {"quantization": "fp8"}]
 
 
+def kill_a_worker(server: Server) -> tuple[list, object]:
+    """Kill a worker, and check that the weights stay the same. Return answers and checksums."""
+    after, sums = asyncio.run(answers(server)), checksums(server)
+    httpx.post(f"{server.base_url}/reset_prefix_cache", timeout=TIMEOUT_S)  # the other replica computes prompts too
+    os.kill(workers(server)[0], signal.SIGKILL)
+    assert asyncio.run(answers(server)) == after
+    eventually(lambda: is_complete(server))
+    assert checksums(server) == sums
+    return after, sums
+
+
 @pytest.mark.parametrize("flags", UPLOADED, ids=["alone", "tp", "pp", "dp", "fp8"])
 def test_after_an_upload_answers_are_those_of_a_fresh_deployment(checkpoints, tmp_path, flags):
     """The server does not see the directory of the checkpoint. A worker that is killed gets the upload again."""
@@ -120,14 +131,9 @@ def test_after_an_upload_answers_are_those_of_a_fresh_deployment(checkpoints, tm
     with serve(model=checkpoints / "0", weight_directories=tmp_path, **flags) as server:
         before = asyncio.run(answers(server))
         for number in (2, 1):
-            told = upload(server, checkpoints / str(number), f"v{number}")
-            assert (told.status_code, told.json()["weight_version"]) == (200, f"v{number}"), told.text
-        after, sums = asyncio.run(answers(server)), checksums(server)
-        httpx.post(f"{server.base_url}/reset_prefix_cache", timeout=TIMEOUT_S)  # the other replica computes prompts too
-        os.kill(workers(server)[0], signal.SIGKILL)
-        assert asyncio.run(answers(server)) == after
-        eventually(lambda: is_complete(server))
-        assert checksums(server) == sums
+            response = upload(server, checkpoints / str(number), f"v{number}")
+            assert (response.status_code, response.json()["weight_version"]) == (200, f"v{number}"), response.text
+        after, sums = kill_a_worker(server)
         assert len(list(tmp_path.glob("toka-uploads/*/*"))) == flags.get("dp_size", 1)  # ranks share it
     assert list(tmp_path.glob("toka-uploads/*")) == []
     with serve(model=checkpoints / "1", **flags) as fresh:
@@ -169,9 +175,9 @@ def broadcast(server: Server, checkpoint: Path, version: str, style: str) -> Non
 
 
 def post(server: Server, path: str, body: dict) -> dict:
-    told = httpx.post(server.base_url + path, json=body, timeout=TIMEOUT_S)
-    assert told.status_code == 200, told.text
-    return told.json()
+    response = httpx.post(server.base_url + path, json=body, timeout=TIMEOUT_S)
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 BROADCAST = [({}, "vllm"), *((flags, "sglang") for flags in UPLOADED[1:])]
@@ -186,12 +192,7 @@ def test_after_a_broadcast_answers_are_those_of_a_fresh_deployment(checkpoints, 
         before = asyncio.run(answers(server))
         for number in (2, 1):
             broadcast(server, checkpoints / str(number), f"v{number}", style)
-        after, sums = asyncio.run(answers(server)), checksums(server)
-        httpx.post(f"{server.base_url}/reset_prefix_cache", timeout=TIMEOUT_S)  # the other replica computes prompts too
-        os.kill(workers(server)[0], signal.SIGKILL)
-        assert asyncio.run(answers(server)) == after
-        eventually(lambda: is_complete(server))
-        assert checksums(server) == sums
+        after, sums = kill_a_worker(server)
         assert len(list(tmp_path.glob("toka-uploads/*/*"))) == flags.get("dp_size", 1)  # ranks share it
     with serve(model=checkpoints / "1", **flags) as fresh:
         assert asyncio.run(answers(fresh)) == after != before

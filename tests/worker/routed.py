@@ -1,9 +1,20 @@
 """Experts of tokens as a runner returns them, and as transformers chooses them."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import torch
 
+from services.common.plan.types import Admission
 from services.worker.step.output import StepOutput
+from tests.worker.driver import admission
+
+
+def asking(slot: int, token_ids: Iterable[int], pages: Iterable[int], start: int = 0, **parts: Any) -> Admission:
+    """Return an admission that asks for the experts of tokens from ``start`` on."""
+    return replace(admission(slot, token_ids, pages, **parts), routed_start=start)
 
 
 def expected_experts(model: torch.nn.Module, token_ids: list[int]) -> np.ndarray:

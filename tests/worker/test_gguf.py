@@ -15,7 +15,7 @@ from services.worker.described.registry import read_model_config
 from services.worker.models import weights
 from services.worker.models.gguf_shard import open_shard
 from tests.checkpoints import LLAMA3_ROPE
-from tests.gguf_files import ARCHITECTURES, write_gguf
+from tests.gguf_files import ARCHITECTURES, write, write_gguf
 from tests.worker.test_generation import greedy, prompt_of
 
 # What a file can say: numbers are float32, and Gemma's scale follows from the size of a head.
@@ -138,10 +138,7 @@ def test_blocks_have_the_values_of_transformers(kind, tmp_path):
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_tensor("blk.0.ffn_up.weight", content, raw_dtype=gguf.GGMLQuantizationType(number))
     writer.add_tensor("token_embd.weight", np.zeros((4, 8), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write(writer, path)
     expected = dequant.dequantize(torch.from_numpy(content), number).reshape(6, -1)
     with open_shard(path) as shard:
         name = "model.layers.0.mlp.up_proj.weight"

@@ -1,7 +1,5 @@
 """Experts of tokens are those of transformers, and only requests that ask get them."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -16,15 +14,11 @@ from services.worker.described.layer import ExpertsConfig
 from services.worker.described.memory import page_bytes, routed_layout
 from tests.worker.driver import admission, batch
 from tests.worker.parallel.cases import prompt_of
-from tests.worker.routed import Received, expected_experts
+from tests.worker.routed import Received, asking, expected_experts
 from tests.worker.small_models import CPU, small_config
 
 PAGE = 16
 LAYERS, CHOSEN = 3, 3
-
-
-def asking(slot: int, token_ids, pages, start: int = 0, **parts):
-    return replace(admission(slot, token_ids, pages, **parts), routed_start=start)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Experts of tokens from the GPU's runner are those of the CPU's runner, with and without graphs."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from services.worker.boot.common import make_cache, make_limits, make_recorder
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.interpreter import DEVICE, needs_triton
 from tests.worker.no_streams import device_without_streams
-from tests.worker.routed import Received
+from tests.worker.routed import Received, asking
 from tests.worker.test_cuda_steps import CONFIG, make_model
 
 __all__ = ["device_without_streams"]
@@ -60,10 +58,6 @@ def on_gpu(graphs: int, pieces: int) -> Driver:
     if graphs:
         runner.capture(graphs, pieces=pieces, has_experts=True)
     return Driver(runner)
-
-
-def asking(slot: int, token_ids, pages, start: int = 0, **parts):
-    return replace(admission(slot, token_ids, pages, **parts), routed_start=start)
 
 
 def follow(driver: Driver) -> list[np.ndarray]:

@@ -2,7 +2,7 @@
 
 from typing import Literal, get_args
 
-from services.common.memory_parts import MemoryPart, Parts, read_parts, write_parts
+from services.common.memory_parts import MemoryPart, Parts, part_names, read_parts, write_parts
 from services.gateway.engine.each_scheduler import call_all
 from services.gateway.engine.fleet import Fleet
 from services.gateway.rollout.control import MODES, PauseMode
@@ -36,8 +36,7 @@ async def wake(fleet: Fleet, parts: Parts) -> list[str]:
     """
     request = sleep_pb2.WakeRequest(parts=write_parts(parts))
     responses = await call_all(fleet, lambda stub: stub.Wake, request, since=_SINCE, timeout_s=None)
-    asleep = {part for response in responses for part in response.asleep}
-    return [MemoryPart(part).name.lower() for part in sorted(asleep)]
+    return part_names(MemoryPart(part) for response in responses for part in response.asleep)
 
 
 async def is_sleeping(fleet: Fleet) -> bool:

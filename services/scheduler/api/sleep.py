@@ -9,7 +9,7 @@ import structlog
 
 from services.common.boundaries import undo_on_error_async
 from services.common.errors import FailedPrecondition, TokaError, Unavailable
-from services.common.memory_parts import Parts, write_parts
+from services.common.memory_parts import Parts, part_names, write_parts
 from services.scheduler.api.hub import Hub
 from services.scheduler.core.request import PauseMode
 from services.scheduler.core.scheduler import Scheduler
@@ -62,7 +62,7 @@ class Sleeps:
             finally:  # a core that is asleep makes no plan
                 resuming = engine.resume(pause.number)
             await asyncio.wrap_future(resuming)
-        log.info("asleep", parts=_names(parts), level=level, released_gib=round(released / 2**30, 2))
+        log.info("asleep", parts=part_names(parts), level=level, released_gib=round(released / 2**30, 2))
         return sleep_pb2.SleepResponse(aborted_samples=aborted, released_bytes=released)
 
     async def _put_to_sleep(self, stream: WorkerStream, parts: Parts, level: int) -> int:
@@ -85,7 +85,7 @@ class Sleeps:
             await asyncio.to_thread(sleep.wake, stream.weights, parts)
             left = (self._link.sleep or Sleep()).without(parts)
             await self._awake(left)
-        log.info("woken", parts=_names(parts), asleep=_names(left.parts))
+        log.info("woken", parts=part_names(parts), asleep=part_names(left.parts))
         return sleep_pb2.WakeResponse(asleep=write_parts(left.parts))
 
     async def _awake(self, left: Sleep) -> None:
@@ -114,7 +114,3 @@ def _fall_asleep(core: Scheduler) -> None:
     if not core.is_paused:
         raise FailedPrecondition("generation was resumed before the sleep had begun; call Sleep again")
     core.sleep()
-
-
-def _names(parts: Parts) -> list[str]:
-    return [part.name.lower() for part in sorted(parts)]

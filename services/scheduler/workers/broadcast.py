@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from services.common.errors import FailedPrecondition, TokaError, Unavailable
+from services.common.errors import TokaError
 from services.common.rpc.channel import Dialer, task_is_cancelled
-from services.common.rpc.status import from_rpc_error
-from services.scheduler.workers.upload import prepare
+from services.scheduler.workers.upload import prepare, worker_error
 from tokasaurus.common.v1 import weights_pb2
 from tokasaurus.worker.v1 import broadcast_pb2, worker_pb2_grpc
 
@@ -92,10 +91,4 @@ class BroadcastCalls:
 
 
 def _error(address: str, error: BaseException) -> TokaError:
-    if not isinstance(error, grpc.RpcError):
-        return Unavailable(f"worker {address}: the connection has ended; join a new group, and repeat the update")
-    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return FailedPrecondition(f"worker {address} does not receive broadcasts; upgrade it to contract {_SINCE}")
-    found = from_rpc_error(error)
-    found.message = f"worker {address}: {found.message}"
-    return found
+    return worker_error(address, error, "broadcasts", _SINCE, "join a new group, and repeat the update")

@@ -72,11 +72,19 @@ async def _messages(
         yield worker_weights_pb2.UploadWeightsRequest(chunk=chunk)
 
 
-def _error(address: str, error: Exception) -> TokaError:
+def worker_error(address: str, error: BaseException, what: str, since: str, remedy: str) -> TokaError:
+    """Return the error of a call to the worker at ``address``.
+
+    Workers receive ``what`` from contract ``since`` on. ``remedy`` is for a connection that has ended.
+    """
     if not isinstance(error, grpc.RpcError):
-        return Unavailable(f"worker {address}: the connection has ended; upload the weights again")
+        return Unavailable(f"worker {address}: the connection has ended; {remedy}")
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return FailedPrecondition(f"worker {address} does not receive uploads; upgrade it to contract {_SINCE}")
+        return FailedPrecondition(f"worker {address} does not receive {what}; upgrade it to contract {since}")
     found = from_rpc_error(error)
     found.message = f"worker {address}: {found.message}"
     return found
+
+
+def _error(address: str, error: BaseException) -> TokaError:
+    return worker_error(address, error, "uploads", _SINCE, "upload the weights again")

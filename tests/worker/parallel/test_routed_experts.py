@@ -1,13 +1,11 @@
 """Experts of tokens on several ranks: one rank reports those of transformers."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from tests.worker.driver import Driver, admission, batch
+from tests.worker.driver import Driver, batch
 from tests.worker.parallel.cases import SIZES, prompt_of
-from tests.worker.routed import Received, expected_experts
+from tests.worker.routed import Received, asking, expected_experts
 
 
 @pytest.mark.parametrize("sharded", [10**6, 1])
@@ -17,10 +15,7 @@ def test_ranks_return_the_experts_of_transformers(expert_parallel, sharded, chec
     flags = {"return_routed_experts": True, "expert_parallel": expert_parallel}
     driver, received = Driver(replica_of(2, 1, directory, sharded, **flags)), Received(4, 3)
     prompts = {0: prompt_of(45, 1), 1: prompt_of(17, 2)}
-    asked = tuple(
-        replace(admission(slot, prompt, range(4 * slot, 4 * slot + 4)), routed_start=0)
-        for slot, prompt in prompts.items()
-    )
+    asked = tuple(asking(slot, prompt, range(4 * slot, 4 * slot + 4)) for slot, prompt in prompts.items())
     received.take(driver.run(admissions=asked, batch=batch([0, 1], [20, 17])))
     received.take(driver.run(batch=batch([0, 1], [25, 1])))
     received.take(driver.run(batch=batch([0, 1])))
