@@ -1,7 +1,7 @@
 """Measure sleeps: ``python -m bench.sleep [server_flags='model=...'] [level=1]``.
 
-The program asks a few prompts, puts the server to sleep, reads the memory of the devices, wakes the server and asks the
-same prompts again. It fails if the tokens differ. The last line is one JSON object. Free memory counts that of all
+The program sends a few prompts, puts the server to sleep, reads the memory of the devices, wakes the server and sends
+the same prompts again. It fails if the tokens differ. The last line is one JSON object. Free memory counts that of all
 programs on the devices, and is null without an NVIDIA driver. Times of a first sleep include the allocation of host
 memory.
 """
