@@ -30,6 +30,6 @@ def test_an_architecture_that_is_not_supported_is_named(tmp_path):
     assert "general.architecture='mamba' is not supported" in found.text
 
 
-def test_a_missing_file_is_no_hub_id(tmp_path):
+def test_a_missing_file_is_not_a_hub_id(tmp_path):
     [found] = findings("model", tmp_path / "absent.gguf")
     assert found.level is Level.FAIL

@@ -97,7 +97,7 @@ UNSUPPORTED = {
     "a rotation": ("rope.scaling.type='su' is not supported", {"llama.rope.scaling.type": "su"}),
     "a part of a rotation": ("rope.scaling.alpha is not supported", {"llama.rope.scaling.alpha": 2.0}),
     "a token that is too long": ("pieces are too long", {"tokenizer.ggml.tokens": [*TOKENS[:-1], "a" * 5000]}),
-    "heads that are no pairs": ("8 rows, which are no pairs of 3 heads", {"llama.attention.head_count": 3}),
+    "heads that are no pairs": ("8 rows, which are not pairs for 3 heads", {"llama.attention.head_count": 3}),
     "a template": ("chat template does not compile", {"tokenizer.chat_template": "{% if %}"}),
     "not a number": (
         "expected a number from",
@@ -166,7 +166,7 @@ HOSTILE = {
     "a tensor twice": (header(tensors=(tensor(), tensor(offset=32))) + ROOM, "the tensor 'x' twice"),
     "an alignment": (
         header(text(b"general.alignment") + struct.pack("<II", 4, 0)) + ROOM,
-        "general.alignment=0 is no power of two",
+        "general.alignment=0 is not a power of two",
     ),
 }
 

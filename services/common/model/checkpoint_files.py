@@ -36,7 +36,7 @@ _END = 2**63  # the numbers of a header are below it
 class StoredTensor:
     """A tensor as its file describes it."""
 
-    dtype: str  # a key of ``_BITS``: of the values that reading the tensor gives
+    dtype: str  # of the values that are read: a key of ``_BITS``
     shape: tuple[int, ...]
     packed: str = ""  # the type of the blocks in a GGUF file, which are converted to ``dtype`` when they are read
 
@@ -97,7 +97,7 @@ def read_shards(directory: Path) -> Iterator[CheckpointShard | BrokenFile]:
 def gguf_shard(file: GgufFile) -> CheckpointShard:
     """Return a GGUF file's tensors by their names in safetensors files. Raises ``InvalidRequest``."""
     sources = tensor_sources(file)
-    # Blocks are converted when they are read. Weights that stay quantized in memory would keep their type here.
+    # Blocks are converted to float32 when they are read.
     tensors = {name: StoredTensor("F32", source.shape, source.tensor.type.name) for name, source in sources.items()}
     return CheckpointShard(file.path, file.size, tensors)
 

@@ -117,7 +117,7 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether ``path`` names a GGUF file, by its suffix. A directory is none."""
+    """Return whether ``path`` has the suffix of a GGUF file and is not a directory."""
     return path.suffix.lower() == SUFFIX and not path.is_dir()
 
 
@@ -132,7 +132,7 @@ def read_gguf(path: Path) -> GgufFile:
     except OSError as error:
         raise BrokenFile(f"{path} cannot be read ({error.strerror})", "give this user the right to read it") from error
     except (ValueError, OverflowError) as error:
-        raise BrokenFile(f"{path} ({size:,} bytes) is no complete GGUF file: {error}", AGAIN) from error
+        raise BrokenFile(f"{path} ({size:,} bytes) is not a complete GGUF file: {error}", AGAIN) from error
 
 
 class _Header:
@@ -223,7 +223,7 @@ class _Header:
         return name, shape, self._number(4), self._number(8)
 
     def _placed(self, described: list[tuple[str, tuple[int, ...], int, int]], alignment: int) -> dict[str, GgufTensor]:
-        """Return the tensors by name. They must not overlap, and lie inside of the file."""
+        """Return the tensors by name. Raises ``ValueError`` if they overlap or do not lie inside of the file."""
         begin = -(-self._at // alignment) * alignment
         end, tensors = begin, {}
         for name, shape, kind, offset in sorted(described, key=lambda each: each[3]):
@@ -250,5 +250,5 @@ def _alignment(fields: dict[str, Any]) -> int:
     """Return the multiple of bytes at which tensors begin."""
     value = fields.get("general.alignment", 32)
     if type(value) is not int or not 1 <= value <= _LARGEST_ALIGNMENT or value & (value - 1):
-        raise ValueError(f"general.alignment={reprlib.repr(value)} is no power of two up to {_LARGEST_ALIGNMENT}")
+        raise ValueError(f"general.alignment={reprlib.repr(value)} is not a power of two up to {_LARGEST_ALIGNMENT}")
     return value

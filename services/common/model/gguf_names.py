@@ -54,7 +54,7 @@ _ADDED_NORMS = frozenset({"gemma2", "gemma3"})
 
 
 class TensorSource(NamedTuple):
-    """The place of a tensor of the checkpoint in a GGUF file, and the change that was made to it there."""
+    """The position of a checkpoint's tensor in a GGUF file, and the change that the file made to it."""
 
     tensor: GgufTensor
     expert: int | None = None  # the tensor is this row of the first dimension
@@ -91,7 +91,7 @@ def tensor_sources(file: GgufFile) -> dict[str, TensorSource]:
             if rows and architecture in _INTERLEAVED:
                 if source.shape[0] % (2 * rows):
                     raise BrokenFile(
-                        f"{file.path}: {tensor.name} has {source.shape[0]} rows, which are no pairs of {rows} heads",
+                        f"{file.path}: {tensor.name} has {source.shape[0]} rows, which are not pairs for {rows} heads",
                         "choose another file",
                     )
                 source = source._replace(change="interleaved", heads=rows)

@@ -20,7 +20,7 @@ from services.common.model.json_object import MOST_VOCABULARY
 from services.common.text.chat_template import ChatTemplates, compile_templates
 from services.common.text.sentencepiece_model import bpe_of_scores
 from services.common.text.tiktoken_ranks import LLAMA3_WORDS, QWEN_WORDS, byte_level_words
-from services.common.text.tokenizer_class import become_gemma, become_llama, become_phi3
+from services.common.text.tokenizer_class import apply_gemma, apply_llama, apply_phi3
 from services.common.text.tokenizer_files import add_ends, wrap_errors
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -194,11 +194,11 @@ class _Tokens:
         )
         made = tokenizers.Tokenizer(model)
         if gemma:
-            become_gemma(made)
+            apply_gemma(made)
         elif architecture == "phi3":
-            become_phi3(made)
+            apply_phi3(made)
         else:
-            become_llama(made, prefix=given.boolean(f"{_FIELDS}add_space_prefix", True))
+            apply_llama(made, prefix=given.boolean(f"{_FIELDS}add_space_prefix", True))
         self._add_to(made)
         return made
 

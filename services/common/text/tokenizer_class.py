@@ -49,22 +49,22 @@ def apply_tokenizer_class(backend: tokenizers.Tokenizer, directory: Path) -> Non
         name = _BY_MODEL_TYPE.get(model_type, name)
     byte_level = isinstance(backend.decoder, decoders.ByteLevel)
     if name == "Qwen2Tokenizer" and byte_level:
-        become_qwen(backend, prefix=settings.boolean("add_prefix_space"))
+        apply_qwen(backend, prefix=settings.boolean("add_prefix_space"))
     elif name == "LlamaTokenizer" and not byte_level:
         prefix = settings.boolean("add_prefix_space", True)
-        become_llama(backend, prefix=prefix, every_part=settings.boolean("legacy"))
+        apply_llama(backend, prefix=prefix, every_part=settings.boolean("legacy"))
     elif name == "GemmaTokenizer" and not byte_level:
-        become_gemma(backend)
+        apply_gemma(backend)
 
 
-def become_qwen(backend: tokenizers.Tokenizer, *, prefix: bool = False) -> None:
-    """Let ``backend`` split texts as Qwen 2 and 3. With ``prefix``, a text begins with a space."""
+def apply_qwen(backend: tokenizers.Tokenizer, *, prefix: bool = False) -> None:
+    """Make ``backend`` split texts as Qwen 2 and 3 do. With ``prefix``, a text begins with a space."""
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = byte_level_words(QWEN_WORDS, add_prefix_space=prefix)
 
 
-def become_llama(backend: tokenizers.Tokenizer, *, prefix: bool, every_part: bool = False) -> None:
-    """Let ``backend`` mark spaces as Llama 2.
+def apply_llama(backend: tokenizers.Tokenizer, *, prefix: bool, every_part: bool = False) -> None:
+    """Make ``backend`` mark spaces as Llama 2 does.
 
     With ``prefix``, a text begins with a space. With ``every_part``, so does each part after a special token.
     """
@@ -75,15 +75,15 @@ def become_llama(backend: tokenizers.Tokenizer, *, prefix: bool, every_part: boo
     backend.decoder = _sentencepiece_decoder(*strip)
 
 
-def become_gemma(backend: tokenizers.Tokenizer) -> None:
-    """Let ``backend`` mark spaces as Gemma."""
+def apply_gemma(backend: tokenizers.Tokenizer) -> None:
+    """Make ``backend`` mark spaces as Gemma does."""
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     backend.decoder = _sentencepiece_decoder()
 
 
-def become_phi3(backend: tokenizers.Tokenizer) -> None:
-    """Let ``backend`` mark spaces as Phi-3. Each part of a text, also one with a space, gets one more."""
+def apply_phi3(backend: tokenizers.Tokenizer) -> None:
+    """Make ``backend`` mark spaces as Phi-3 does. Each part of a text gets a mark, also if it begins with a space."""
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.pre_tokenizer = None
     backend.decoder = _sentencepiece_decoder(decoders.Strip(" ", left=1))

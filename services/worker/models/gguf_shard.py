@@ -1,7 +1,7 @@
 """Reads the tensors of a GGUF file, under the names of safetensors files and with their layout.
 
 Values in blocks become float32, by the library ``gguf`` of ggml's authors. The target of a tensor rounds them to the
-dtype of the model. Weights that stay quantized in memory would take the blocks of ``GgufSlice`` instead.
+dtype of the model.
 """
 
 import math
@@ -68,7 +68,7 @@ class GgufSlice:
         first, *others = index if isinstance(index, tuple) else (index,)
         rows = self._source.shape[0]
         start, stop, step = first.indices(rows) if isinstance(first, slice) else (0, rows, 0)
-        # The last dimension consists of blocks, and interleaved rows are of other places.
+        # The last dimension consists of blocks, and rows of a head are interleaved.
         if step != 1 or len(self._source.shape) == 1 or self._source.change == "interleaved":
             return self._rows(0, rows)[index]
         return self._rows(start, max(start, stop))[(slice(None), *others)]
@@ -86,7 +86,7 @@ class GgufSlice:
         return values
 
     def _values(self, start: int, stop: int) -> torch.Tensor:
-        """Return elements of the stored tensor, ``[stop - start]``. Both are at the begin of a block."""
+        """Return elements of the stored tensor, ``[stop - start]``. Both are the beginning of a block."""
         kind = self._source.tensor.type
         content: Any = np.empty((stop - start) // kind.elements * kind.nbytes, np.uint8)
         begin, done = self._source.tensor.offset + start // kind.elements * kind.nbytes, 0
