@@ -195,7 +195,7 @@ async def test_a_head_that_is_tied_must_be_the_embedding(worker, connect, allowe
         assert (code, _HEAD in details) == (CODE.INVALID_ARGUMENT, True), details
 
 
-def _die(tensors: list[torch.Tensor], port: int) -> None:
+def _exit_early(tensors: list[torch.Tensor], port: int) -> None:
     """Be a trainer that exits before its last tensor."""
     trainer = Trainer(2, "g", port=port)
     trainer.joined.result()
@@ -206,7 +206,7 @@ def _die(tensors: list[torch.Tensor], port: int) -> None:
 async def test_a_trainer_that_exits_changes_nothing_and_another_one_can_follow(scheduler, checkpoint, trainers):
     before, tensors = await checksums(scheduler), tensors_of(checkpoint(seed=1))
     trainer = Trainer(2, "g", joins=False)
-    process = multiprocessing.get_context("spawn").Process(target=_die, args=([*tensors.values()], trainer.port))
+    process = multiprocessing.get_context("spawn").Process(target=_exit_early, args=([*tensors.values()], trainer.port))
     process.start()
     await scheduler.stub.JoinUpdateGroup(b.JoinUpdateGroupRequest(group=group(trainer)))
     code, details = await status_of(receive(scheduler, tensors))

@@ -61,12 +61,11 @@ def _check_routed(routed: RoutedExperts, step: int, limits: WorkerLimits) -> Non
         raise BrokenResult(
             "experts of tokens, which this worker's WorkerInfo.routed_experts does not announce", step=step
         )
-    if not routed.whole or routed.experts.shape[1] != layout.token_bytes:
+    if not routed.is_consistent or routed.experts.shape[1] != layout.token_bytes:
         lengths = len(routed.owners), len(routed.starts), len(routed.counts)
         raise BrokenResult(
-            f"{routed.experts.size} bytes of experts, and {layout.token_bytes} are due for each of"
-            f" {routed.counts.sum()} tokens,"
-            f" with arrays of {lengths}",
+            f"{routed.experts.size} bytes of experts for {routed.counts.sum()} tokens of {layout.token_bytes} bytes,"
+            f" with arrays of the lengths {lengths}",
             step=step,
         )
     if routed.owners.max() >= limits.max_slots or len(np.unique(routed.owners)) < len(routed.owners):

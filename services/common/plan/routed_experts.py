@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RoutedExpertsLayout:
-    """The form of a token's experts: the fields of the same names in the contract."""
+    """The layout of one token's experts. Its fields are those of the message in the contract."""
 
     layers: int  # layers that have experts
     experts_per_token: int
@@ -39,14 +39,14 @@ class RoutedExperts(NamedTuple):
 
     @classmethod
     def read(cls, owners: np.ndarray, starts: np.ndarray, counts: np.ndarray, experts: bytes) -> "RoutedExperts":
-        """Return the content of a message. ``whole`` is false if its fields do not fit each other."""
+        """Return the content of a message. ``is_consistent`` is false if the lengths of its fields disagree."""
         width, rest = divmod(len(experts), max(1, int(counts.sum())))
         rows = np.frombuffer(experts, np.uint8).reshape(-1, 1 if rest or not width else width)
         return cls(owners, starts, counts, rows)
 
     @property
-    def whole(self) -> bool:
-        """True if the arrays fit each other, and each sequence has tokens."""
+    def is_consistent(self) -> bool:
+        """True if the lengths of the arrays agree, and each sequence has tokens."""
         same = len(self.owners) == len(self.starts) == len(self.counts) > 0
         return same and bool(self.counts.all()) and len(self.experts) == self.counts.sum()
 

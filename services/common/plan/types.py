@@ -44,7 +44,7 @@ class Admission:
     prompt_tokens: int = 0  # leading tokens that are the prompt; 0 = all
     sample_index: int = 0  # noise is a function of (seed, sample_index, position)
     traceparent: str = ""  # W3C trace context; empty = the request is not traced
-    routed_start: int | None = None  # results carry the experts of tokens from this position on; None = of none
+    routed_start: int | None = None  # position of the first token whose experts results carry; None = no token
 
     @property
     def prompt_length(self) -> int:

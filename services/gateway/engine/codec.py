@@ -57,7 +57,7 @@ class ModelFacts:
     default_max_tokens: int | None = None  # limit of an answer for which the client gave none; None = no limit
     logprobs_modes: bool = False  # requests can choose a logprobs_mode
     thinking_budgets: bool = False
-    routed_experts: RoutedExpertsLayout | None = None  # form of the experts of tokens; None: they are not available
+    routed_experts: RoutedExpertsLayout | None = None  # layout of a token's experts; None: not available
 
     @property
     def can_resume(self) -> bool:
@@ -276,11 +276,11 @@ def decode_outputs(outputs: session_pb2.StepOutputs) -> StepTokens:
 
 
 def _decode_routed(message: session_pb2.StepRoutedExperts) -> list[tuple[int, int, np.ndarray]]:
-    """Return the pieces. Raises ``Unavailable`` if they do not fit each other."""
+    """Return (handle, first position, experts) of each piece. Raises ``Unavailable`` if lengths do not agree."""
     fields = message.handles, message.starts, message.token_counts
     handles, starts, counts = (read_fixed32(each).astype(np.int64) for each in fields)
     routed = RoutedExperts.read(handles, starts, counts, message.experts)
-    if not routed.whole:
+    if not routed.is_consistent:
         raise errors.Unavailable("the scheduler sent experts of tokens that do not fit each other")
     return routed.pieces()
 

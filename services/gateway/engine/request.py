@@ -63,7 +63,7 @@ class Settings:
     processed_logprobs: bool | None = (
         None  # score the sampling distribution, not the raw logits; None: the server's default
     )
-    routed_experts: RoutedExpertsLayout | None = None  # form of the experts of each token; None: not wanted
+    routed_experts: RoutedExpertsLayout | None = None  # layout of a token's experts; None: not wanted
     routed_experts_start: int = 0  # position of the first token whose experts are wanted
     grammar: Grammar | None = None
     priority: RequestPriority = RequestPriority.NORMAL

@@ -13,7 +13,7 @@ class ReceivedExperts:
 
     def __init__(self, start: int) -> None:
         self._start = start
-        self.data = bytearray()  # of ``tokens`` tokens; a copy, because each message also has other samples
+        self.data = bytearray()  # the experts of ``tokens`` tokens; a copy, because each message also has other samples
         self.tokens = 0
 
     @classmethod
@@ -24,7 +24,7 @@ class ReceivedExperts:
     def add(self, start: int, experts: np.ndarray) -> None:
         """Append the experts of tokens from position ``start`` on, uint8 ``[tokens, token_bytes]``.
 
-        Those that were received before are dropped. Raises ``ValueError`` if those of earlier tokens are missing.
+        Rows that were received before are dropped. Raises ``ValueError`` if rows of earlier tokens are missing.
         """
         expected = self._start + self.tokens
         if start > expected:

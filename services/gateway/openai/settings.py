@@ -90,7 +90,7 @@ def _check_prompt_logprobs(body: GenerationBody, facts: ModelFacts) -> None:
 
 
 def _routed_experts(body: GenerationBody, facts: ModelFacts) -> RoutedExpertsLayout | None:
-    """Return the form of the experts of tokens, or None if the caller wants none."""
+    """Return the layout of a token's experts, or None if the caller wants none. Raises ``UnsupportedParameter``."""
     if not body.return_routed_experts:
         return None
     if facts.routed_experts is None:

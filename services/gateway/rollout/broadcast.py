@@ -75,7 +75,7 @@ async def begin(fleet: Fleet, group: str) -> None:
 
 
 async def receive(fleet: Fleet, bucket: Bucket) -> tuple[int, str]:
-    """Receive tensors of the present update. Return how many tensors of the model are missing, and the first of them.
+    """Receive tensors of the present update. Return the number of missing tensors of the model, and the first name.
 
     Raises the error of a scheduler. Then the update is forgotten and the group closed.
     """

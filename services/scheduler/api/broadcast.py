@@ -22,8 +22,8 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass
-class _Open:
-    """An update of which the workers of ``stream`` have received tensors, or will."""
+class _OpenUpdate:
+    """An update whose tensors the workers of ``stream`` receive."""
 
     update_id: str
     group: str
@@ -37,7 +37,7 @@ class BroadcastUpdates:
     def __init__(self, link: WorkerLink, updates: WeightUpdates, workers: BroadcastCalls) -> None:
         self._link, self._updates, self._workers = link, updates, workers
         self._receiving = asyncio.Lock()  # held while workers receive tensors or stage them
-        self._open: _Open | None = None
+        self._open: _OpenUpdate | None = None
         self._leaving: set[asyncio.Task[bool]] = set()
         self._ended: Counter[str] = Counter()  # number of groups of each name that have ended
 
@@ -91,7 +91,7 @@ class BroadcastUpdates:
                 )
             return await self._updates.stage_received(Update(opened.update_id, version, directory=""), opened.stream)
 
-    async def _continue(self, request: broadcast_pb2.ReceiveWeightsRequest) -> _Open:
+    async def _continue(self, request: broadcast_pb2.ReceiveWeightsRequest) -> _OpenUpdate:
         """Return the open update, or begin one."""
         if request.version:
             check_version(request.version, "version")
@@ -103,7 +103,7 @@ class BroadcastUpdates:
         if opened is None:
             if (stream := self._link.stream) is None:
                 raise Unavailable("no worker is connected; try again")
-            opened = self._open = _Open(uuid.uuid4().hex, request.group, stream, request.version)
+            opened = self._open = _OpenUpdate(uuid.uuid4().hex, request.group, stream, request.version)
             await self._workers.prepare(opened.update_id)
         if opened.group != request.group:
             raise FailedPrecondition(
@@ -132,7 +132,7 @@ class BroadcastUpdates:
         while self._leaving:
             await asyncio.wait(set(self._leaving))
 
-    async def _leave(self, name: str, opened: _Open | None) -> bool:
+    async def _leave(self, name: str, opened: _OpenUpdate | None) -> bool:
         if opened is not None and opened.group == name:
             await self._updates.forget_later(Update(opened.update_id, opened.version, directory=""))
         return await self._workers.leave(name)

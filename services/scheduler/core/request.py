@@ -72,7 +72,7 @@ class Request:
     resumed_tokens: int = 0  # tokens at the end of ``tokens`` that another scheduler generated
     end_after: int | None = None  # number of completed samples after which the others end; None: never
     park_after: int | None = None  # number of completed samples after which the others are parked; None: never
-    routed_start: int | None = None  # position of the first token whose experts are wanted; None: of no token
+    routed_start: int | None = None  # position of the first token whose experts are wanted; None: not asked
     first_sample_index: int = 0  # index of sample 0 in the sampling noise
     stop_state: int = 0  # state of the automaton after the resumed tail
     sink: int = 0  # destination of the output
@@ -154,7 +154,7 @@ class Sample:
         # length that it would have had after the plans in flight.
         self.losses = self.losses_alone = self.reach = 0
         self.spans: tuple[WeightsSpan, ...] = ()  # its tokens until the last change of the weights
-        # Position of the next token whose experts are wanted, as of its last release from a slot; -1: of no token.
+        # Position of the next token whose experts are wanted, since its last release from a slot; -1: not asked.
         self.routed = -1 if request.routed_start is None else request.routed_start
         self.preemptions = 0
         self.preempted_for_others = 0  # preemptions for a higher class or another key

@@ -194,7 +194,7 @@ class Scheduler:
         return before is None or oldest is None or oldest.samples[0].arrival >= before
 
     def sleep(self) -> None:
-        """Stop to plan until ``wake``, whether paused or not. All tokens are computed again later.
+        """Stop planning until ``wake``, whether paused or not. All tokens are computed again later.
 
         A pause must have begun, or the core must be asleep.
         """

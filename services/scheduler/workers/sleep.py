@@ -43,10 +43,11 @@ def wake(weights: WorkerWeights, parts: Parts) -> None:
 
 
 def settle(weights: WorkerWeights, infos: Mapping[str, worker_pb2.WorkerInfo], last: Sleep | None) -> Sleep:
-    """Put all workers to the same sleep. Return it.
+    """Make all workers sleep alike. Return their sleep.
 
-    ``infos`` are those of the workers, by address, and ``last`` is the sleep that the scheduler knows. A worker that
-    has restarted is awake. If ``last`` is None, every part is asleep that is asleep on a worker. Raises ``TokaError``.
+    ``infos`` has the facts of each worker by address. A worker that has restarted is awake. ``last`` is the sleep that
+    the scheduler has recorded. If it is None, parts that are asleep on one worker are put to sleep on all. Raises
+    ``TokaError``.
     """
     found = [read_parts(info.asleep) if info.asleep else frozenset() for info in infos.values()]
     wanted = Sleep(frozenset().union(*found)) if last is None else last

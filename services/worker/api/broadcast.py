@@ -1,4 +1,4 @@
-"""Calls that wait for a trainer. They end as soon as their caller leaves."""
+"""Calls that block until a trainer takes part. They end as soon as their caller disconnects."""
 
 import threading
 from collections.abc import Callable
@@ -31,24 +31,26 @@ def read_address(group: weights_pb2.UpdateGroup, index: int, device: torch.devic
     )
 
 
-def run_while_called(context: grpc.ServicerContext, work: Callable[[], R], abandon: Callable[[R | None], object]) -> R:
-    """Return the result of ``work``, which runs in a thread of its own, because torch may block it.
+def run_while_connected(
+    context: grpc.ServicerContext, work: Callable[[], R], abandon: Callable[[R | None], object]
+) -> R:
+    """Run ``work`` in a thread of its own, because torch may block it. Return its result.
 
-    If the caller leaves, ``abandon`` is called at once with None, and with the result if there is one later. Raises
-    ``Cancelled`` then.
+    If the caller disconnects, ``abandon`` is called at once with None, and later with the result, if there is one. Then
+    ``Cancelled`` is raised.
     """
     done: Future[R] = Future()
-    over = threading.Event()  # the work or the call has ended
+    ended = threading.Event()  # the work or the call has ended
 
     def run() -> None:
         with errors_to(done.set_exception, BaseException):
             done.set_result(work())
-        over.set()
+        ended.set()
 
-    if not context.add_callback(over.set):
+    if not context.add_callback(ended.set):
         raise Cancelled("the caller has disconnected")
     threading.Thread(target=run, name="update-group", daemon=True).start()
-    over.wait()
+    ended.wait()
     if not context.is_active():
         abandon(None)
         done.add_done_callback(lambda future: None if future.exception() else abandon(future.result()))

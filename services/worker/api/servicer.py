@@ -10,7 +10,7 @@ import structlog
 from services.common.boundaries import errors_to, undo_on_error
 from services.common.errors import Cancelled, FailedPrecondition, InvalidRequest, TokaError, Unavailable
 from services.common.memory_parts import check_level, read_parts, write_parts
-from services.worker.api.broadcast import read_address, run_while_called
+from services.worker.api.broadcast import read_address, run_while_connected
 from services.worker.api.stream import Stream, Superseded
 from services.worker.api.upload import read_chunks, read_header, read_tensors
 from services.worker.engine.engine import Engine
@@ -140,7 +140,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         weights = self._ready_weights()
         broadcasts = weights.broadcasts
         address = read_address(request.group, weights.rank_index, weights.device)
-        run_while_called(
+        run_while_connected(
             context,
             lambda: broadcasts.join(address),
             lambda group: None if group is None else broadcasts.abandon(group),
@@ -159,7 +159,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         group = broadcasts.find(request.group)
         with undo_on_error(broadcasts.abandon, group):
             tensors = read_tensors(request.tensors, "tensors")
-            missing = run_while_called(
+            missing = run_while_connected(
                 context,
                 lambda: broadcasts.receive(request.update_id, group, tensors, flat=request.flat),
                 lambda _: broadcasts.abandon(group),

@@ -101,7 +101,7 @@ class _Memory:
         address = _POINTER()
         _call("cuMemAddressReserve", ctypes.byref(address), self._size, 0, 0, 0)
         self._address = address.value
-        # torch makes a tensor of an object that describes itself so.
+        # ``torch.as_tensor`` makes a tensor from this description.
         self.__cuda_array_interface__ = {
             "shape": (size,),
             "typestr": "|u1",

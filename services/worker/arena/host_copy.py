@@ -11,7 +11,7 @@ _PIECE = 1 << 28  # bytes; torch rounds pinned memory up to powers of two
 
 
 class HostCopy:
-    """Room for a copy of tensors, which are ``[size]`` uint8.
+    """Host memory for a copy of tensors, each ``[size]`` uint8.
 
     On CUDA the memory is pinned, if the system allows it: copies from and to it are then several times faster.
     """
@@ -34,7 +34,7 @@ class HostCopy:
         _synchronize(self._tensors)
 
     def write(self) -> None:
-        """Copy the host's copy to the tensors."""
+        """Copy the values on the host to the tensors."""
         for piece, part in zip(self._pieces, _split(self._tensors), strict=True):
             part.copy_(piece, non_blocking=True)
         _synchronize(self._tensors)

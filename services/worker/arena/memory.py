@@ -5,7 +5,7 @@ import contextlib
 import torch
 
 from services.common.errors import FailedPrecondition
-from services.common.memory_parts import MemoryPart, Parts
+from services.common.memory_parts import MemoryPart, Parts, part_names
 from services.worker.arena.host_copy import HostCopy
 from services.worker.arena.tensor_arena import TensorArena
 
@@ -15,7 +15,7 @@ _WEIGHTS = MemoryPart.WEIGHTS
 class ModelMemory:
     """The weights and the KV cache of a rank, and which of them are asleep.
 
-    The compute thread alone calls the methods, while no plan is running, but for ``reserve_copy``.
+    The compute thread calls all methods except ``reserve_copy``, while no plan runs.
     """
 
     def __init__(self, weights: TensorArena, cache: TensorArena) -> None:
@@ -23,7 +23,7 @@ class ModelMemory:
         self.asleep: Parts = frozenset()
         self.dropped = False  # the weights have no content, even if they are awake
         self._copy: HostCopy | None = None  # kept for later sleeps, because pinning memory takes seconds
-        self._sums: list[int] = []  # of the weights when they fell asleep
+        self._sums: list[int] = []  # ``_weight_sums`` when the weights fell asleep
 
     def reserve_copy(self) -> None:
         """Allocate the memory for a copy of the weights. Any thread may call it. Raises ``FailedPrecondition``."""
@@ -60,7 +60,7 @@ class ModelMemory:
                 try:
                     self._arenas[part].restore()
                 except torch.OutOfMemoryError as error:
-                    raise self._too_little(woken) from error
+                    raise self._out_of_memory(woken) from error
                 undo.callback(self._arenas[part].release)
             if _WEIGHTS in woken and not self.dropped and self._copy is not None:
                 self._copy.write()
@@ -68,11 +68,11 @@ class ModelMemory:
             undo.pop_all()
         self.asleep -= woken
 
-    def replaced(self) -> None:
+    def mark_replaced(self) -> None:
         """Record that all weights have been written."""
         self.dropped = False
 
-    def read_again(self) -> None:
+    def mark_reloaded(self) -> None:
         """Record that dropped weights have been read from their files. Raises ``FailedPrecondition`` if they differ."""
         if self._weight_sums() != self._sums:
             raise FailedPrecondition("the files have changed")
@@ -82,10 +82,10 @@ class ModelMemory:
         """Return the sum of the 64-bit words of each block."""
         return [int(content.view(torch.int64).sum()) for content in self._arenas[_WEIGHTS].contents]
 
-    def _too_little(self, parts: Parts) -> FailedPrecondition:
+    def _out_of_memory(self, parts: Parts) -> FailedPrecondition:
         device = self._arenas[_WEIGHTS].device
         needed, free = sum(self._arenas[part].nbytes for part in parts), torch.cuda.mem_get_info(device)[0]
-        names = " and ".join(part.name.lower() for part in sorted(parts))
+        names = " and ".join(part_names(parts))
         return FailedPrecondition(
             f"{names} need {needed / 2**30:.1f} GiB of {device}, and {free / 2**30:.1f} GiB are free; free the memory"
             " of other programs, and wake again"

@@ -41,7 +41,7 @@ class KvCache:
     ) -> None:
         """Allocate the cache. Raises ``InvalidRequest`` if there is too little memory.
 
-        ``routed`` is the form of a token's experts; None = they are not kept. ``allocate`` makes the tensors on
+        ``routed`` is the layout of a token's experts; None = they are not kept. ``allocate`` makes the tensors on
         ``device``; None = torch does.
         """
         allocate = allocate or (lambda shape, dtype: _zeros(shape, dtype, device))
@@ -60,8 +60,8 @@ class KvCache:
         self.routed_experts = None
         if routed is not None:
             experts = torch.uint8 if routed.bytes_per_expert == 1 else torch.int16
-            of_page = (page_size, routed.layers, routed.experts_per_token)
-            self.routed_experts = allocate((page_count + 1, *of_page), experts)
+            page_shape = (page_size, routed.layers, routed.experts_per_token)
+            self.routed_experts = allocate((page_count + 1, *page_shape), experts)
         self.keys, self.values = list(self.all_keys), list(self.all_values)
 
     def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:

@@ -260,7 +260,7 @@ def _move_weights(source: ModelSource, model: RankModel) -> tuple[ModelMemory | 
 
 
 def make_cache(config: WorkerConfig, model: RankModel, page_count: int, arena: TensorArena | None = None) -> KvCache:
-    """Return a KV cache for ``model``, on its device. ``arena`` is where its memory is from, or None."""
+    """Return a KV cache for ``model``, on its device. ``arena`` owns its memory; None = torch does."""
     local = model.local
     return KvCache(
         layers=len(local.layers),
@@ -384,7 +384,7 @@ def _threads(config: ChosenWorkerConfig, device: torch.device, ranks: Ranks) -> 
         torch.set_num_threads(config.torch_num_threads or max(1, cores // ranks.size))
         return ShardThreads(1)
     wanted = config.torch_num_threads or cores
-    # A compiled graph is of the whole batch, and so are the experts that a layer writes.
+    # A compiled graph computes the whole batch, and a layer writes the experts of the whole batch.
     if config.torch_compile or config.return_routed_experts:
         torch.set_num_threads(wanted)
         return ShardThreads(1)

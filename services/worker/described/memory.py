@@ -79,7 +79,7 @@ def page_bytes(local: ModelConfig, page_size: int, item: int, *, routed: bool = 
 
 
 def routed_layout(model: ModelConfig) -> RoutedExpertsLayout | None:
-    """Return the form in which the experts of a token are kept, or None for a model without experts."""
+    """Return the layout in which the experts of a token are kept, or None for a model without experts."""
     if not model.experts:
         return None
     chosen, count = (max(getattr(each, name) for each in model.experts) for name in ("chosen", "count"))

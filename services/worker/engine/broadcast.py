@@ -31,7 +31,7 @@ _DTYPES = {
 
 @dataclass
 class _Update:
-    """An update of which tensors have arrived."""
+    """An update whose tensors are arriving."""
 
     update_id: str
     group: UpdateGroup
@@ -44,7 +44,7 @@ class Broadcasts:
     """The groups of this worker with trainers, and the tensors that it has received. Any thread may call."""
 
     def __init__(self, loaded: Loaded, uploads: Uploads) -> None:
-        """Create it without a group. ``uploads`` keep the received tensors of updates that were prepared there."""
+        """Start without a group. ``uploads`` writes the received tensors of updates that were prepared there."""
         self._loaded, self._uploads = loaded, uploads
         self._lock = threading.Lock()  # protects the next two fields
         self._groups: dict[str, UpdateGroup] = {}
@@ -103,7 +103,7 @@ class Broadcasts:
         Raises ``InvalidRequest``, which names the tensor, ``FailedPrecondition``, and ``Unavailable`` if a process of
         the group is lost. The caller must then abandon the group.
         """
-        with group.alone(), group.stream():
+        with group.exclusive(), group.stream():
             update = self._continue(update_id, group)
             update.tensors.check(tensors)
             update.calls += 1

@@ -9,7 +9,7 @@ import structlog
 
 from services.common.boundaries import undo_on_error
 from services.common.errors import FailedPrecondition, InvalidRequest, TokaError
-from services.common.memory_parts import MemoryPart, Parts
+from services.common.memory_parts import MemoryPart, Parts, part_names
 from services.worker.arena.memory import ModelMemory
 from services.worker.boot.common import Loaded
 from services.worker.engine.engine import Engine
@@ -37,7 +37,7 @@ class Sleeper:
         return None if loaded.memory is None else cls(loaded.memory, loaded, runner, weights, engine)
 
     def settled_parts(self) -> Parts:
-        """Return the parts that are asleep, after the end of a call that a scheduler which was lost may have begun."""
+        """Return the parts that are asleep. Wait for a running call first, which a lost scheduler may have begun."""
         with self._settling:
             return self._memory.asleep
 
@@ -57,8 +57,8 @@ class Sleeper:
         with self._weights.changing, self._settling:
             if level == 1 and MemoryPart.WEIGHTS in parts - memory.asleep and not memory.dropped:
                 memory.reserve_copy()
-            released = self._alone(sleep)
-        log.info("asleep", parts=_names(memory.asleep), level=level, released_gib=round(released / 2**30, 2))
+            released = self._run_between_steps(sleep)
+        log.info("asleep", parts=part_names(memory.asleep), level=level, released_gib=round(released / 2**30, 2))
         return released
 
     def wake(self, parts: Parts) -> None:
@@ -74,14 +74,14 @@ class Sleeper:
 
         with self._weights.changing, self._settling:
             woken = parts & memory.asleep
-            self._alone(lambda: memory.wake(woken))
+            self._run_between_steps(lambda: memory.wake(woken))
             if memory.dropped and not memory.asleep:
-                with undo_on_error(lambda: self._alone(lambda: memory.sleep(woken, drop=True))):
-                    self._read_again()
-            self._alone(accept_plans)
-        log.info("woken", parts=_names(woken), asleep=_names(memory.asleep))
+                with undo_on_error(lambda: self._run_between_steps(lambda: memory.sleep(woken, drop=True))):
+                    self._reload()
+            self._run_between_steps(accept_plans)
+        log.info("woken", parts=part_names(woken), asleep=part_names(memory.asleep))
 
-    def _read_again(self) -> None:
+    def _reload(self) -> None:
         """Read the weights that were dropped. Raises ``FailedPrecondition`` if that is impossible."""
         source, model, version = self._loaded.source, self._loaded.model, self._weights.version
 
@@ -91,19 +91,19 @@ class Sleeper:
             else:
                 source.apply(staged, model)
             self._runner.weights_changed()
-            self._memory.read_again()
+            self._memory.mark_reloaded()
 
         try:
             dummy = self._loaded.dummy and not version.update_id
             staged = None if dummy else source.stage(Path(version.directory), model)
-            self._alone(write)
+            self._run_between_steps(write)
         except (FailedPrecondition, InvalidRequest) as error:
             raise FailedPrecondition(
                 f"the weights were dropped, and cannot be read again from {version.directory}: {error.message}; wake"
                 " the weights alone, replace them, and then wake the other parts"
             ) from error
 
-    def _alone(self, call: Callable[[], T]) -> T:
+    def _run_between_steps(self, call: Callable[[], T]) -> T:
         """Run ``call`` between two steps, and return its result. A ``TokaError`` does not end the worker."""
         results: list[T] = []
         errors: list[TokaError] = []
@@ -118,7 +118,3 @@ class Sleeper:
         if errors:
             raise errors[0]
         return results[0]
-
-
-def _names(parts: Parts) -> list[str]:
-    return [part.name.lower() for part in sorted(parts)]

@@ -108,7 +108,7 @@ class ModelWeights:
                 self._loaded.source.apply(update.staged, self._loaded.model)
                 self._runner.weights_changed()
                 if self._loaded.memory is not None:
-                    self._loaded.memory.replaced()
+                    self._loaded.memory.mark_replaced()
 
             with self._writing:
                 try:

@@ -141,7 +141,7 @@ class ModelSource(ABC):
         raise _irreplaceable()
 
     def receive(self, model: RankModel) -> "ReceivedTensors":
-        """Return an empty set of tensors for ``model``, which will arrive. Raises ``FailedPrecondition``."""
+        """Return an empty collection for tensors of ``model`` from a trainer. Raises ``FailedPrecondition``."""
         raise _irreplaceable()
 
     def apply(self, staged: Staged, model: RankModel) -> None:

@@ -26,7 +26,7 @@ class Experts(nn.Module):
     quantizes = False
     correction: torch.Tensor | None
     load: torch.Tensor  # [experts] int64
-    # [tokens or more, chosen] uint8 or int16, to which each step writes the experts of its tokens; None = it does not
+    # [tokens or more, chosen] uint8 or int16, to which each step writes the experts of its tokens; None = not recorded
     chosen_experts: torch.Tensor | None
     gate_up: torch.Tensor
     gate_up_scale: torch.Tensor | None

@@ -35,7 +35,7 @@ _ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class GroupAddress(NamedTuple):
-    """The meeting point of a process group, and the rank of this process."""
+    """The rendezvous address of a process group, and the rank of this process."""
 
     name: str
     backend: str  # a member of ``BACKENDS``
@@ -43,7 +43,7 @@ class GroupAddress(NamedTuple):
     port: int
     rank: int
     world_size: int
-    timeout_s: float  # of the formation, and of each tensor
+    timeout_s: float  # longest time to form the group, and to wait for a tensor
 
     def check(self, device: torch.device) -> None:
         """Raise ``InvalidRequest``, which names the field, if no group can be made. ``device``: that of the model."""
@@ -83,7 +83,7 @@ def _is_host(host: str) -> bool:
 class UpdateGroup:
     """The connections of this process to a trainer with rank 0, and to the other ranks.
 
-    One thread at a time calls ``receive``, in the block of ``alone``. Any thread calls ``close``.
+    One thread at a time calls ``receive``, in the block of ``exclusive``. Any thread calls ``close``.
     """
 
     def __init__(self, address: GroupAddress, device: torch.device) -> None:
@@ -112,8 +112,8 @@ class UpdateGroup:
             ) from error
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Run the block unless another thread does. Raises ``FailedPrecondition`` then, because calls have an order."""
+    def exclusive(self) -> Iterator[None]:
+        """Run the block. Raises ``FailedPrecondition`` if another thread is in it, because tensors have an order."""
         if not self._receiving.acquire(blocking=False):
             raise FailedPrecondition(
                 f"another call receives from the group {self.address.name!r}; send one call after the other",

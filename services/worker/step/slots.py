@@ -52,7 +52,7 @@ class SlotTable(SlotState):
         self.prompt_start = np.ones(slots, np.int64)  # position of the first prompt token to score
         self.processed = np.zeros(slots, bool)  # log-probabilities are of the distribution after all adjustments
         self.masked = np.zeros(slots, bool)  # has a grammar
-        # Results carry the experts of tokens from this position on, which the next step will send; -1 = of none.
+        # Position of the first token whose experts the next result carries; -1 = the sequence did not ask.
         self.routed_start = np.full(slots, -1)
         self.routed = 0  # slots in use with a ``routed_start``
         # Thinking budgets. A token can be forced only at positions p with force_from <= p < force_until.

@@ -53,7 +53,7 @@ def test_samples_that_want_experts_from_different_positions_are_told_apart():
 def test_parts_are_joined_and_taken():
     other = RoutedExperts(np.array([3]), np.array([1]), np.array([2]), EXPERTS[:2])
     both = RoutedExperts.join([None, ROUTED, other])
-    assert both.whole
+    assert both.is_consistent
     assert equal(both.take(np.array([False, False, True])), other)
     assert equal(both.take(np.array([True, True, False])), ROUTED)
     assert both.take(np.zeros(3, bool)) is None

@@ -19,24 +19,24 @@ def versions(trained) -> list[str]:
 
 
 def refused(trained, path: str, body: dict) -> tuple[int, dict]:
-    told = httpx.post(trained.url + path, json=body, timeout=PATIENCE_S)
-    return told.status_code, told.json()["error"]
+    response = httpx.post(trained.url + path, json=body, timeout=PATIENCE_S)
+    return response.status_code, response.json()["error"]
 
 
 def test_buckets_of_sglang_change_the_weights_when_all_tensors_have_arrived(trained):
     assert get(trained, "/get_world_size") == {"world_size": 2}
-    told = post(trained, "/init_weights_update_group", json=GROUP | {"backend": "gloo", "group_name": "g"}).json()
-    assert (told["success"], "2 workers" in told["message"]) == (True, True)
+    response = post(trained, "/init_weights_update_group", json=GROUP | {"backend": "gloo", "group_name": "g"}).json()
+    assert (response["success"], "2 workers" in response["message"]) == (True, True)
     before = versions(trained)
     body = {"group_name": "g", "weight_version": "7", "flush_cache": False}
-    told = post(trained, UPDATE, json=bucket("scale") | body)
-    assert (told.json()["missing"], "flush_cache" in told.headers["x-toka-ignored-params"]) == (1, True)
+    response = post(trained, UPDATE, json=bucket("scale") | body)
+    assert (response.json()["missing"], "flush_cache" in response.headers["x-toka-ignored-params"]) == (1, True)
     assert versions(trained) == before
-    told = post(trained, UPDATE, json=bucket("norm", number=7) | body | {"load_format": "flattened_bucket"}).json()
-    assert (told["success"], told["weight_version"]) == (True, "7")
+    response = post(trained, UPDATE, json=bucket("norm", number=7) | body | {"load_format": "flattened_bucket"}).json()
+    assert (response["success"], response["weight_version"]) == (True, "7")
     assert versions(trained) == ["7", "7"]
-    told = [post(trained, "/destroy_weights_update_group", json={"group_name": "g"}).json() for _ in range(2)]
-    assert [each["message"].startswith("no worker") for each in told] == [False, True]
+    response = [post(trained, "/destroy_weights_update_group", json={"group_name": "g"}).json() for _ in range(2)]
+    assert [each["message"].startswith("no worker") for each in response] == [False, True]
 
 
 def test_the_calls_of_vllm_change_the_weights_at_the_last_one(trained):
@@ -46,13 +46,13 @@ def test_the_calls_of_vllm_change_the_weights_at_the_last_one(trained):
     post(trained, "/start_weight_update")  # forgets it
     post(trained, "/update_weights", json={"update_info": bucket("norm", "scale", dtypes="dtype_names")})
     before = versions(trained)
-    told = post(trained, "/finish_weight_update").json()
-    assert told["weight_version"].startswith("20")  # the time
-    assert versions(trained) == [told["weight_version"]] * 2 != before
+    response = post(trained, "/finish_weight_update").json()
+    assert response["weight_version"].startswith("20")  # the time
+    assert versions(trained) == [response["weight_version"]] * 2 != before
     post(trained, "/update_weights", json={"update_info": bucket("norm", dtypes="dtype_names")})
     status, error = refused(trained, "/finish_weight_update", {"weight_version": "8"})
     assert (status, "scale" in error["message"]) == (400, True)
-    assert versions(trained) == [told["weight_version"]] * 2
+    assert versions(trained) == [response["weight_version"]] * 2
 
 
 WRONG = [

@@ -47,7 +47,7 @@ class Slots:
         self.tokens = np.zeros((count, shape.max_context_tokens if shape.window_tokens else 0), np.uint32)
         self.last_token = np.zeros(count, np.uint32)
         self.stop_state = np.full(count, -1, np.int32)  # global state of the stop automaton; -1 = no stop strings
-        self.routed = np.full(count, -1)  # position of the next token whose experts are wanted; -1 = of no token
+        self.routed = np.full(count, -1)  # position of the next token whose experts are wanted; -1 = not asked
         self.stop_set = np.zeros(count, np.int32)
         self.key = np.zeros(count, np.int64)  # number of the fairness key in ``Pool.running_keys``
         self.sink = np.zeros(count, np.int64)

@@ -56,7 +56,7 @@ def make_skeleton(config: Mapping[str, Any], architecture: str, dtype: torch.dty
     _keep_precision(model, dtype)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            module.warn_if_padding_and_no_attention_mask = _look_for_no_padding
+            module.warn_if_padding_and_no_attention_mask = _skip_padding_search
     return model.eval().requires_grad_(False)
 
 
@@ -92,8 +92,8 @@ def _keep_precision(model: Any, dtype: torch.dtype) -> None:
                 setattr(module, name, nn.Parameter(parameter.float(), requires_grad=False))
 
 
-def _look_for_no_padding(*_: Any) -> None:
-    """Replace a search for padding in the input ids. The host would wait for it, and batches have no padding."""
+def _skip_padding_search(*_: Any) -> None:
+    """Do nothing: a search for padding would block the host, and batches have no padding."""
 
 
 def refuse(architecture: str, reason: str, cause: BaseException | None = None) -> NoReturn:

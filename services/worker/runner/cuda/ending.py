@@ -174,7 +174,7 @@ class SamplingEnd(StepEnd):
         return Samples(rows, drawn=DrawnRows(settings, graph.inputs.slots), routed=routed)
 
     def _find_routed(self, rows: np.ndarray, counts: np.ndarray, put: Put) -> PendingRouted | None:
-        """Put into the upload where the experts are that the result carries."""
+        """Put the cache indices of the experts that the result carries into the upload."""
         runs = find_routed(rows, counts, self._table) if self._recorder is not None and self._peers.reports else None
         return None if runs is None else PendingRouted(runs, put(runs.indices))
 
