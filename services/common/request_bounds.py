@@ -6,3 +6,11 @@ MAX_STOP_TOKENS = 4096
 # copy.
 MAX_BIASES = 2**18
 MAX_BIAS_COPIES = 2**20
+
+# The process group of a trainer that broadcasts weights.
+MAX_GROUP_NAME = 128  # characters
+MAX_GROUP_HOST = 255  # characters of the address of the trainer's store
+MAX_GROUP_RANKS = 65_536
+MAX_GROUP_SECONDS = 86_400  # that a process waits for the others
+
+MAX_WEIGHTS_VERSION = 256  # characters of the name of new weights

@@ -98,6 +98,6 @@ def test_the_real_model_has_the_ids_and_the_template_of_transformers():
 
 @needs_real_model
 def test_the_real_model_splits_each_digit():
-    """As its own ``tokenizer.json``, whose first rule makes each digit a word."""
+    """The first rule of the model's own ``tokenizer.json`` makes each digit a word."""
     tokenizer = Tokenizer.load("smollm2")
     assert [tokenizer.decode([token]) for token in tokenizer.encode("a  123")] == ["a", "  ", "1", "2", "3"]

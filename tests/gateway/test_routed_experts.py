@@ -33,7 +33,7 @@ def mixture(tmp_path_factory):
 
 
 def read(text: str) -> np.ndarray:
-    """As clients of vLLM do."""
+    """Decode the experts of a choice as clients of vLLM do."""
     return np.load(io.BytesIO(base64.b64decode(text)))
 
 

@@ -10,6 +10,7 @@ from pydantic import Field
 from services.common.boundaries import undo_on_error_async
 from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.common.keys import ADMIN
+from services.common.request_bounds import MAX_GROUP_HOST, MAX_GROUP_NAME, MAX_GROUP_RANKS, MAX_GROUP_SECONDS
 from services.gateway.http.errors import response
 from services.gateway.http.request import while_connected
 from services.gateway.openai.body import Body, optional
@@ -22,11 +23,9 @@ from tokasaurus.common.v1 import weights_pb2
 
 _NAME = "weight_update_group"  # SGLang's default
 _VLLM_NAME = "weight_transfer"  # vLLM has one group without a name
-_MOST_RANKS = 65_536
-_MOST_SECONDS = 86_400
 _VERSION = "The name of the new weights, of 1 to 256 characters. Default: the time."
 
-GroupName = Annotated[str, Field(min_length=1, max_length=128, description="Name of the group.")]
+GroupName = Annotated[str, Field(min_length=1, max_length=MAX_GROUP_NAME, description="Name of the group.")]
 Names = Annotated[list[str], Field(description="Names of the tensors, as in the checkpoint, in their order.")]
 Shapes = Annotated[
     list[list[Annotated[int, Field(ge=0, lt=2**63)]]], Field(description="Shapes of the same tensors, in elements.")
@@ -36,16 +35,16 @@ Shapes = Annotated[
 class GroupBody(Body):
     """The process group of a trainer, as ``init_info`` of vLLM has it."""
 
-    master_address: str = Field(min_length=1, max_length=255, description="Host of the trainer's TCPStore.")
+    master_address: str = Field(min_length=1, max_length=MAX_GROUP_HOST, description="Host of the trainer's TCPStore.")
     master_port: int = Field(ge=1, le=65535, description="Its port.")
-    rank_offset: int = Field(ge=1, le=_MOST_RANKS, description="Rank of the first worker. The trainer has rank 0.")
-    world_size: int = Field(ge=2, le=_MOST_RANKS, description="Number of processes, with the trainer.")
+    rank_offset: int = Field(ge=1, le=MAX_GROUP_RANKS, description="Rank of the first worker. The trainer has rank 0.")
+    world_size: int = Field(ge=2, le=MAX_GROUP_RANKS, description="Number of processes, with the trainer.")
     group_name: GroupName = _VLLM_NAME
     backend: Literal["gloo", "nccl"] | None = optional("Default: nccl if the workers compute on CUDA, otherwise gloo.")
     timeout_seconds: float | None = Field(
         default=None,
         gt=0,
-        le=_MOST_SECONDS,
+        le=MAX_GROUP_SECONDS,
         description="Longest time to form the group, and without a tensor during a call. Default: 300.",
     )
 

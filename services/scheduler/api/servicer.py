@@ -13,6 +13,7 @@ from services.common.errors import FailedPrecondition, InvalidRequest, NotFound,
 from services.common.keys import Key
 from services.common.memory_parts import check_level, read_parts
 from services.common.packed import fill, read_fixed32
+from services.common.request_bounds import MAX_WEIGHTS_VERSION
 from services.common.rpc.interceptor import AnyContext
 from services.scheduler.api.access import Access
 from services.scheduler.api.broadcast import BroadcastUpdates
@@ -26,7 +27,7 @@ from services.scheduler.api.session import SessionStream
 from services.scheduler.api.sleep import Sleeps
 from services.scheduler.api.spending import Spending
 from services.scheduler.api.validation import read_message
-from services.scheduler.api.weights import VERSION_CHARACTERS, WeightUpdates
+from services.scheduler.api.weights import WeightUpdates
 from services.scheduler.core.future.estimate import estimate
 from services.scheduler.core.future.overview import read_overview
 from services.scheduler.core.life.intake import resolve_limit
@@ -215,7 +216,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             if request.directory:
                 raise InvalidRequest("must be empty, because received is true", field="directory")
             return await self._broadcasts.stage(request.version)
-        version = request.version if request.HasField("version") else request.directory[:VERSION_CHARACTERS]
+        version = request.version if request.HasField("version") else request.directory[:MAX_WEIGHTS_VERSION]
         return await self._updates.stage(request.directory, version)
 
     async def UploadWeights(

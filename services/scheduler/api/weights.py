@@ -11,6 +11,7 @@ import structlog
 from services.common.boundaries import undo_on_error_async
 from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
 from services.common.memory_parts import MemoryPart
+from services.common.request_bounds import MAX_WEIGHTS_VERSION
 from services.common.rpc.channel import task_is_cancelled
 from services.scheduler.api.hub import Hub
 from services.scheduler.core.request import PauseMode
@@ -22,8 +23,6 @@ from tokasaurus.common.v1 import weights_pb2
 from tokasaurus.scheduler.v1 import control_pb2
 
 log = structlog.get_logger(__name__)
-
-VERSION_CHARACTERS = 256
 
 
 @dataclass
@@ -245,8 +244,8 @@ async def _read_chunks(
 
 def check_version(version: str, field: str) -> None:
     """Raise ``InvalidRequest`` if the version in ``field`` is empty or too long."""
-    if not 1 <= len(version) <= VERSION_CHARACTERS:
-        raise InvalidRequest(f"expected 1 to {VERSION_CHARACTERS} characters", field=field)
+    if not 1 <= len(version) <= MAX_WEIGHTS_VERSION:
+        raise InvalidRequest(f"expected 1 to {MAX_WEIGHTS_VERSION} characters", field=field)
 
 
 def _lost() -> Unavailable:

@@ -14,6 +14,7 @@ import torch
 from services.common.errors import FailedPrecondition, Internal, InvalidRequest, PermissionDenied, Unavailable
 from services.common.memory_parts import MemoryPart
 from services.common.model.checkpoint_files import StoredTensor
+from services.common.request_bounds import MAX_WEIGHTS_VERSION
 from services.worker.boot.common import Loaded
 from services.worker.engine.broadcast import Broadcasts
 from services.worker.engine.uploads import Uploads
@@ -24,7 +25,6 @@ from tokasaurus.common.v1 import weights_pb2
 log = structlog.get_logger(__name__)
 
 _MOST_CHARACTERS = 4096  # of a directory
-_VERSION_CHARACTERS = 256
 _CHECKSUM_BYTES = 16
 
 
@@ -80,8 +80,8 @@ class ModelWeights:
 
         Raises ``InvalidRequest``, ``PermissionDenied`` and ``FailedPrecondition``. Then nothing is staged.
         """
-        if not update_id or not version or len(version) > _VERSION_CHARACTERS:
-            raise InvalidRequest(f"expected 1 to {_VERSION_CHARACTERS} characters", field="version")
+        if not update_id or not version or len(version) > MAX_WEIGHTS_VERSION:
+            raise InvalidRequest(f"expected 1 to {MAX_WEIGHTS_VERSION} characters", field="version")
         with self.changing:
             self._staged = None
             path = directory or str(self.uploads.find(update_id))

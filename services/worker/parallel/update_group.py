@@ -20,13 +20,11 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch does not 
 
 from services.common.errors import FailedPrecondition, InvalidRequest, Unavailable
 from services.common.host.resources import available_memory
+from services.common.request_bounds import MAX_GROUP_HOST, MAX_GROUP_NAME, MAX_GROUP_RANKS, MAX_GROUP_SECONDS
 from services.worker.parallel.errors import first_sentence
 
 BACKENDS = ("gloo", "nccl")
-_MOST_NAME, _MOST_HOST = 128, 255  # characters
 _MOST_PORT = 65535
-_MOST_RANKS = 65_536
-_MOST_SECONDS = 86_400
 _PROBE_S, _CONNECT_S = 0.05, 1.0
 _POLL_S = 0.0005
 _UNSENT = 0xFF  # byte of elements that were not received: NaN in every dtype of weights
@@ -47,12 +45,12 @@ class GroupAddress(NamedTuple):
 
     def check(self, device: torch.device) -> None:
         """Raise ``InvalidRequest``, which names the field, if no group can be made. ``device``: that of the model."""
-        if not 1 <= len(self.name) <= _MOST_NAME:
-            raise InvalidRequest(f"expected 1 to {_MOST_NAME} characters", field="group.name")
+        if not 1 <= len(self.name) <= MAX_GROUP_NAME:
+            raise InvalidRequest(f"expected 1 to {MAX_GROUP_NAME} characters", field="group.name")
         if self.backend not in BACKENDS or (self.backend == "nccl" and device.type != "cuda"):
             expected = " or ".join(BACKENDS) if device.type == "cuda" else "gloo, because this worker has no GPU"
             raise InvalidRequest(f"{self.backend[:64]!r}: expected {expected}", field="group.backend")
-        if not 1 <= len(self.host) <= _MOST_HOST or not _is_host(self.host):
+        if not 1 <= len(self.host) <= MAX_GROUP_HOST or not _is_host(self.host):
             raise InvalidRequest("expected the host of the trainer's store", field="group.master_address")
         if not 1 <= self.port <= _MOST_PORT:
             raise InvalidRequest(f"{self.port}: expected 1 to {_MOST_PORT}", field="group.master_port")
@@ -62,13 +60,14 @@ class GroupAddress(NamedTuple):
                 f" {self.world_size - 1}, because the trainer has rank 0 and each worker its own rank",
                 field="group.world_size",
             )
-        if self.world_size > _MOST_RANKS:
+        if self.world_size > MAX_GROUP_RANKS:
             raise InvalidRequest(
-                f"{self.world_size} processes: expected at most {_MOST_RANKS}", field="group.world_size"
+                f"{self.world_size} processes: expected at most {MAX_GROUP_RANKS}", field="group.world_size"
             )
-        if not 0 < self.timeout_s <= _MOST_SECONDS:
+        if not 0 < self.timeout_s <= MAX_GROUP_SECONDS:
             raise InvalidRequest(
-                f"{self.timeout_s:g} s: expected more than 0, and at most {_MOST_SECONDS} s", field="group.timeout_ns"
+                f"{self.timeout_s:g} s: expected more than 0, and at most {MAX_GROUP_SECONDS} s",
+                field="group.timeout_ns",
             )
 
 
