@@ -1,7 +1,8 @@
-"""Make a model directory without weights, for benchmarks: ``python -m bench.model directory=DIR shape=llama-1b``.
+"""Make a model directory for benchmarks: ``python -m bench.model directory=DIR shape=llama-1b [weights=T]``.
 
-The shape is that of a real model, the tokenizer works, and a server makes random weights (``load_format=dummy``, as in
-vLLM). With random weights, no token ends an answer more often than others. So a list of tokens, spread over the
+The shape is that of a real model, and the tokenizer works. Without ``weights=T`` the directory has no weights, and a
+server makes random ones (``load_format=dummy``, as in vLLM). Benchmarks that load or replace weights need
+``weights=T``. With random weights, no token ends an answer more often than others. So a list of tokens, spread over the
 vocabulary, ends an answer. Lengths are then geometric, and stopping, prediction and admission work as with a trained
 model. Equal flags give equal files. Results with such a model must say that its weights are random.
 """
@@ -12,14 +13,19 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any, Literal
 
+import safetensors.torch
 import tokenizers
+import torch
 from pydantic import Field
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from bench.problems import read_problems
 from bench.server import report
 from services.common.config import from_command_line
-from services.common.flags import Config, Int
+from services.common.flags import Bool, Config, Int
+from services.common.model.checkpoint_files import INDEX
+from services.worker.described.checkpoint import checkpoint_shapes
+from services.worker.described.registry import read_model_config
 
 VOCAB_SIZE = 128256  # of the Llama shapes
 SPECIAL_TOKENS = ("<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
@@ -27,6 +33,7 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assis
 LEARNED = 1400
 _TOKENS_PER_END = 150
 _STRIDE = 100_003  # coprime to 26**4, so that neighbours in the vocabulary have different letters
+_FILE_BYTES = 4 * 2**30  # after which a weight file ends
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -95,14 +102,17 @@ class ModelConfig(Config):
     eos_tokens: Int | None = Field(
         None, ge=1, le=VOCAB_SIZE // 2, description="tokens that end an answer; default: 1 in 150"
     )
+    weights: Bool = Field(False, description="also write random weights, in bfloat16")
 
 
 def main() -> None:
     config = from_command_line(ModelConfig)
     count = config.eos_tokens or default_ends(config.shape)
     directory = make_model(Path(config.directory), config.shape, count)
+    if config.weights:
+        write_weights(directory, config.shape)
     size, vocab_size = sum(path.stat().st_size for path in directory.iterdir()), SHAPES[config.shape]["vocab_size"]
-    print(f"{directory}: {config.shape}, {vocab_size} tokens, {count} of them end an answer; no weights")
+    print(f"{directory}: {config.shape}, {vocab_size} tokens, {count} of them end an answer")
     report({"directory": str(directory), "shape": config.shape, "eos_tokens": count, "bytes": size})
 
 
@@ -131,6 +141,36 @@ def make_model(directory: Path, shape: str = "llama-1b", eos_tokens: int | None 
     }  # fmt: skip
     _write(directory / "tokenizer_config.json", described)
     return directory
+
+
+def write_weights(directory: Path, shape: str) -> None:
+    """Write random weights of ``shape`` into ``directory``: matrices normal with deviation 0.02, norms 1, biases 0.
+
+    Equal shapes give equal weights. The files have the names and the index of a published checkpoint.
+    """
+    generator = torch.Generator().manual_seed(0)
+    placed: dict[str, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    size = 0
+
+    def write() -> None:
+        name = f"model-{len(set(placed.values())) + 1:05}.safetensors"
+        safetensors.torch.save_file(tensors, directory / name, {"format": "pt"})
+        placed.update(dict.fromkeys(tensors, name))
+        tensors.clear()
+
+    for name, extents in checkpoint_shapes(read_model_config(SHAPES[shape])).items():
+        tensor = torch.zeros(*extents, dtype=torch.bfloat16)
+        if len(extents) > 1:
+            tensor.normal_(0, 0.02, generator=generator)
+        elif name.endswith("weight"):
+            tensor.fill_(1)
+        tensors[name] = tensor
+        size += tensor.nbytes
+        if sum(each.nbytes for each in tensors.values()) > _FILE_BYTES:
+            write()
+    write()
+    _write(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": placed})
 
 
 def default_ends(shape: str) -> int:

@@ -91,3 +91,16 @@ def test_equal_flags_give_equal_files(directory, tmp_path, shape, monkeypatch):
         path.name: path.read_bytes() for path in second.iterdir()
     }
     assert len(json.loads((first / "generation_config.json").read_text())["eos_token_id"]) == 17
+
+
+def test_weights_can_be_loaded_and_are_random(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench.model, "_FILE_BYTES", 1 << 16)  # so that there are several files
+    directory = make_model(tmp_path, "tiny")
+    bench.model.write_weights(directory, "tiny")
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    assert len(list(directory.glob("*.safetensors"))) > 2
+    for name, tensor in model.state_dict().items():
+        if tensor.ndim > 1:
+            assert tensor.float().std().item() == pytest.approx(0.02, rel=0.05), name
+        else:
+            assert (tensor == 1).all(), name
