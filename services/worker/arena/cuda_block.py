@@ -78,7 +78,7 @@ class CudaBlock:
         self.tensor.zero_()
 
     def release(self) -> None:
-        """Give the memory back. No kernel may use it."""
+        """Give the memory back, after the kernels that were launched."""
         self._memory.unmap()
 
     def restore(self) -> None:
@@ -123,8 +123,9 @@ class _Memory:
             _call("cuMemSetAccess", self._address, self._size, ctypes.byref(access), 1)
 
     def unmap(self) -> None:
-        """Unmap the memory and give it back."""
+        """Unmap the memory and give it back, after the kernels that may use it."""
         torch.cuda.set_device(self._index)
+        torch.cuda.synchronize(self._index)
         handle, self._handle = self._handle, None
         _call("cuMemUnmap", self._address, self._size)
         _call("cuMemRelease", handle)
@@ -133,7 +134,6 @@ class _Memory:
         if not hasattr(self, "_address") or sys.is_finalizing():  # the driver frees all memory of a process that ends
             return
         with contextlib.suppress(RuntimeError):  # the device is lost
-            torch.cuda.synchronize(self._index)  # kernels that were launched may use the memory
             if self._handle is not None:
                 self.unmap()
             _call("cuMemAddressFree", self._address, self._size)
