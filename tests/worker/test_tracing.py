@@ -25,7 +25,7 @@ async def spans_of(collector, count: int) -> list[Span]:
     return sorted(collector.traces[TRACE], key=lambda span: span.attributes["toka.slot"])
 
 
-async def test_a_prefill_is_told_of_when_its_last_step_is_answered(worker, connect, collector):
+async def test_the_span_of_a_prefill_ends_with_its_last_step(worker, connect, collector):
     scheduler = await (await connect(await worker(otlp_endpoint=collector.url))).connect()
     prompt, pages = list(range(5, 15)), [0]
     await scheduler.run(
@@ -43,10 +43,11 @@ async def test_a_prefill_is_told_of_when_its_last_step_is_answered(worker, conne
     assert [span.attributes["toka.tokens"] for span in (long, short)] == [10, 2]
     assert long.start <= short.end <= long.end
     assert long.attributes["toka.last_step.forward_ms"] > 0
+    assert short.end - short.start > 1e6 * short.attributes["toka.last_step.forward_ms"]  # begins before the step
     assert not long.failed
 
 
-async def test_a_prefill_that_is_given_up_is_told_of_so(worker, connect, collector):
+async def test_the_span_of_an_abandoned_prefill_has_failed(worker, connect, collector):
     scheduler = await (await connect(await worker(otlp_endpoint=collector.url))).connect()
     both = [admission(slot, list(range(5, 15)), [slot], traceparent=TRACEPARENT) for slot in (0, 1)]
     await scheduler.run(admissions=both, batch=plan_pb2.Batch(slots=[0, 1], token_counts=[4, 4]))
@@ -55,8 +56,8 @@ async def test_a_prefill_that_is_given_up_is_told_of_so(worker, connect, collect
     assert [span.failed for span in await spans_of(collector, 2)] == [True, True]
 
 
-def test_a_step_has_so_many_spans_at_most(collector):
-    """However many samples somebody asks for in a request that is traced: other sequences wait for the step."""
+def test_the_spans_of_a_step_are_limited(collector):
+    """A traced request may have any number of samples, and other sequences wait for the step."""
     tracing = Tracing.of(WorkerConfig(otlp_endpoint=collector.url), "toka-worker")
     traces, slots = PrefillTraces(tracing), range(200)
     admissions = [admission(slot, [5, 6], [slot], traceparent=TRACEPARENT) for slot in slots]

@@ -239,7 +239,8 @@ class Engine:
             self._refuse(client, error if isinstance(error, TokaError) else Internal(details))
         else:
             queued_ns = started_ns - arrived_ns
-            prefills = self._traces.start_plan(message, queued_ns) if self._traces is not None else []
+            age_ns = time.perf_counter_ns() - arrived_ns  # on a CPU, the step has ended
+            prefills = self._traces.start_plan(message, age_ns) if self._traces is not None else []
             answer = partial(self._answer, client, queued_ns, decoded_ns, prefills)
             if isinstance(step, StepOutput):
                 answer(step)

@@ -45,8 +45,8 @@ class PrefillTraces:
         self._open: dict[int, PrefillTrace] = {}  # by slot
         self._batch = plan_pb2.Batch()  # the latest
 
-    def start_plan(self, plan: plan_pb2.StepPlan, queued_ns: int) -> list[PrefillTrace]:
-        """Record that the step of a valid ``plan`` was started, ``queued_ns`` nanoseconds after the plan arrived.
+    def start_plan(self, plan: plan_pb2.StepPlan, age_ns: int) -> list[PrefillTrace]:
+        """Record that the step of a valid ``plan`` was started. The plan arrived ``age_ns`` nanoseconds ago.
 
         Return the prefills that this step completes.
         """
@@ -57,7 +57,7 @@ class PrefillTraces:
                 self._abandon(prefill)
         for admission in plan.admissions:
             if admission.traceparent and len(self._open) < _MOST_OPEN:
-                self._begin(admission, plan.step, queued_ns)
+                self._begin(admission, plan.step, age_ns)
         return self._advance() if self._open else []
 
     def reset(self) -> None:
@@ -66,7 +66,7 @@ class PrefillTraces:
             self._abandon(prefill)
         self._open.clear()
 
-    def _begin(self, admission: plan_pb2.Admission, step: int, queued_ns: int) -> None:
+    def _begin(self, admission: plan_pb2.Admission, step: int, age_ns: int) -> None:
         missing = len(admission.token_ids) - admission.cached_tokens
         attributes = {
             "toka.slot": admission.slot,
@@ -75,7 +75,7 @@ class PrefillTraces:
             "toka.tokens": missing,
             "toka.cached_tokens": admission.cached_tokens,
         }
-        start_ns = time.time_ns() - queued_ns
+        start_ns = time.time_ns() - age_ns
         span = self._tracing.start("prefill", admission.traceparent, "server", attributes, start_ns=start_ns)
         self._open[admission.slot] = PrefillTrace(span, missing)
 
