@@ -32,6 +32,10 @@ PROGRAMS = {
         ["concurrent=1,2", "rounds=1", "prompt_tokens=8", "output_tokens=8", "vocab_size=2000", "baseline=other:1.5"],
         "2",
     ),
+    "live": (
+        ["rates=20", "seconds=1", "prompt_tokens=4-8", "output_tokens=4", "shared_tokens=8", "vocab_size=2000"],
+        "20",
+    ),
     "gateway_capacity": (["requests=2", "samples=16", "sequences=64"], "cpu_s_per_million_tokens"),
     "offline": (["prompts=20", "repeats=1"], "ratio"),
     "rollout": (
@@ -47,8 +51,8 @@ PROGRAMS = {
         "batches_per_second",
     ),
 }
-PLOTS = ("coverage", "admission", "monkeys")
-ASK_A_SERVER = ("monkeys", "mixed", "latency")
+PLOTS = ("coverage", "admission", "monkeys", "live")
+ASK_A_SERVER = ("monkeys", "mixed", "latency", "live")
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess:
@@ -77,8 +81,7 @@ def test_the_last_line_holds_the_figures(program, builtin_server, tmp_path):
         assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-# Runs them one after the other in one process, since most of the time goes into what they import. A name to each
-# status, so that one that ran to its end instead is told by name.
+# Runs the programs one after the other in one process, because imports take most of the time.
 REFUSED = """
 import json, runpy, sys
 statuses = {}
