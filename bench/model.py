@@ -8,6 +8,10 @@ model. Equal flags give equal files. Results with such a model must say that its
 """
 
 import json
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from string import ascii_lowercase
@@ -148,29 +152,36 @@ def write_weights(directory: Path, shape: str) -> None:
 
     Equal shapes give equal weights. The files have the names and the index of a published checkpoint.
     """
-    generator = torch.Generator().manual_seed(0)
     placed: dict[str, str] = {}
-    tensors: dict[str, torch.Tensor] = {}
     size = 0
-
-    def write() -> None:
-        name = f"model-{len(set(placed.values())) + 1:05}.safetensors"
-        safetensors.torch.save_file(tensors, directory / name, {"format": "pt"})
-        placed.update(dict.fromkeys(tensors, name))
-        tensors.clear()
-
-    for name, extents in checkpoint_shapes(read_model_config(SHAPES[shape])).items():
-        tensor = torch.zeros(*extents, dtype=torch.bfloat16)
-        if len(extents) > 1:
-            tensor.normal_(0, 0.02, generator=generator)
-        elif name.endswith("weight"):
-            tensor.fill_(1)
-        tensors[name] = tensor
-        size += tensor.nbytes
-        if sum(each.nbytes for each in tensors.values()) > _FILE_BYTES:
-            write()
-    write()
+    shapes = checkpoint_shapes(read_model_config(SHAPES[shape]))
+    with ThreadPoolExecutor() as threads:
+        for number, names in enumerate(_files(shapes)):
+            file = f"model-{number + 1:05}.safetensors"
+            tensors = dict(zip(names, threads.map(_random_weight, names, map(shapes.__getitem__, names)), strict=True))
+            safetensors.torch.save_file(tensors, directory / file, {"format": "pt"})
+            placed |= dict.fromkeys(names, file)
+            size += sum(each.nbytes for each in tensors.values())
     _write(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": placed})
+
+
+def _files(shapes: Mapping[str, Sequence[int]]) -> list[list[str]]:
+    """Return the names of the tensors of each file."""
+    files, size = [[]], 0
+    for name, extents in shapes.items():
+        if size > _FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += 2 * math.prod(extents)
+    return files
+
+
+def _random_weight(name: str, extents: Sequence[int]) -> torch.Tensor:
+    if len(extents) == 1:
+        return torch.full(tuple(extents), float(name.endswith("weight")), dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.empty(*extents, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
 
 
 def default_ends(shape: str) -> int:
