@@ -16,6 +16,7 @@ from services.common.memory_parts import MemoryPart
 from services.common.model.checkpoint_files import StoredTensor
 from services.common.request_bounds import MAX_WEIGHTS_VERSION
 from services.worker.boot.common import Loaded
+from services.worker.engine.arrivals import Arrivals
 from services.worker.engine.broadcast import Broadcasts
 from services.worker.engine.uploads import Uploads
 from services.worker.models.base import Staged
@@ -49,6 +50,14 @@ class _Update(NamedTuple):
     staged: Staged
 
 
+class _Receivers(NamedTuple):
+    """The parts of a worker that receive new weights from trainers."""
+
+    uploads: Uploads
+    arrivals: Arrivals
+    broadcasts: Broadcasts
+
+
 class ModelWeights:
     """The weights of one rank. RPC threads call the methods, one at a time for changes."""
 
@@ -66,8 +75,7 @@ class ModelWeights:
         """
         self._loaded, self._runner, self._run_alone = loaded, runner, run_alone
         self._directories = [Path(each).expanduser().resolve() for each in directories]
-        self._uploads = Uploads(self._directories[0], address) if self._directories else None
-        self._broadcasts = None if self._uploads is None else Broadcasts(loaded, self._uploads)
+        self._receivers = self._make_receivers(address) if self._directories else None
         self.changing = threading.Lock()  # held while tensors are read or written, given back or taken again
         self._writing = threading.Lock()  # held from the first written tensor until ``version`` is that of the tensors
         self._staged: _Update | None = None
@@ -85,7 +93,7 @@ class ModelWeights:
         with self.changing:
             self._staged = None
             path = directory or str(self.uploads.find(update_id))
-            staged = None if directory else self.broadcasts.take(update_id)
+            staged = None if directory else self._ready().arrivals.take(update_id)
             if staged is None:
                 staged = self._read(path, uploaded=not directory)
             self._staged = _Update(update_id, version, path, not directory, staged)
@@ -129,24 +137,20 @@ class ModelWeights:
         with self.changing:
             if self._staged is not None and self._staged.update_id == update_id:
                 self._staged = None
-            if self._uploads is not None:
-                self.broadcasts.forget(update_id)
+            if self._receivers is not None:
+                self._receivers.arrivals.forget(update_id)
                 if remove_upload and update_id != self.version.update_id:
-                    self._uploads.remove(update_id)
+                    self._receivers.uploads.remove(update_id)
 
     @property
     def uploads(self) -> Uploads:
         """The uploads of updates. Raises ``PermissionDenied`` without ``weight_directories``."""
-        if self._uploads is None:
-            raise _without_directories()
-        return self._uploads
+        return self._ready().uploads
 
     @property
     def broadcasts(self) -> Broadcasts:
         """The groups with trainers. Raises ``PermissionDenied`` without ``weight_directories``."""
-        if self._broadcasts is None:
-            raise _without_directories()
-        return self._broadcasts
+        return self._ready().broadcasts
 
     @property
     def device(self) -> torch.device:
@@ -172,9 +176,9 @@ class ModelWeights:
 
     def remove_abandoned_uploads(self) -> None:
         """Remove all uploads except that of the present weights. Called when a scheduler begins a stream of plans."""
-        if self._uploads is not None:
-            self.broadcasts.forget()
-            self._uploads.keep_only(self.settled_version().update_id)
+        if self._receivers is not None:
+            self._receivers.arrivals.forget()
+            self._receivers.uploads.keep_only(self.settled_version().update_id)
 
     def checksums(self) -> tuple[WeightsVersion, list[tuple[str, str]]]:
         """Return the version, and name and checksum of each tensor in the order of names, between two updates.
@@ -187,6 +191,17 @@ class ModelWeights:
                 raise FailedPrecondition("the weights were dropped by a sleep; wake all parts, or replace the weights")
             state = self._loaded.model.state_dict()
             return self.version, [(name, _checksum(state[name])) for name in sorted(state)]
+
+    def _make_receivers(self, address: str) -> _Receivers:
+        uploads = Uploads(self._directories[0], address)
+        arrivals = Arrivals(self._loaded, uploads)
+        return _Receivers(uploads, arrivals, Broadcasts(self.device, arrivals))
+
+    def _ready(self) -> _Receivers:
+        """Return the parts that receive new weights. Raises ``PermissionDenied`` without ``weight_directories``."""
+        if self._receivers is None:
+            raise _without_directories()
+        return self._receivers
 
     def _check_awake(self) -> None:
         if self._loaded.memory is not None and MemoryPart.WEIGHTS in self._loaded.memory.asleep:
