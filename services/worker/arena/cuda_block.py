@@ -1,36 +1,19 @@
 """Blocks of memory with a fixed address, on a CUDA device.
 
-Their memory is managed by the driver's functions for virtual memory, which are called through ctypes, so no compiler is
-needed. Kernels and CUDA graphs that hold addresses of a block stay valid when its memory is replaced.
+Their memory is managed by the driver's functions for virtual memory. Kernels and CUDA graphs that hold addresses of a
+block stay valid when its memory is replaced.
 """
 
 import contextlib
 import ctypes
 import sys
-from functools import cache
-from typing import Any
 
 import torch
 
 from services.common.boundaries import undo_on_error
+from services.worker.arena.cuda_driver import POINTER, call
 
 _PINNED, _ON_DEVICE, _READ_AND_WRITE, _MINIMUM = 1, 1, 3, 0  # constants of the driver
-_OUT_OF_MEMORY = 2  # error code
-_POINTER = ctypes.c_uint64
-_SIGNATURES: dict[str, list[Any]] = {
-    "cuMemGetAllocationGranularity": [ctypes.POINTER(ctypes.c_size_t), ctypes.c_void_p, ctypes.c_int],
-    "cuMemAddressReserve": [
-        *(ctypes.POINTER(_POINTER), ctypes.c_size_t, ctypes.c_size_t, _POINTER),
-        ctypes.c_ulonglong,
-    ],
-    "cuMemAddressFree": [_POINTER, ctypes.c_size_t],
-    "cuMemCreate": [ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t, ctypes.c_void_p, ctypes.c_ulonglong],
-    "cuMemRelease": [ctypes.c_uint64],
-    "cuMemMap": [_POINTER, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_ulonglong],
-    "cuMemUnmap": [_POINTER, ctypes.c_size_t],
-    "cuMemSetAccess": [_POINTER, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t],
-    "cuGetErrorName": [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)],
-}
 
 
 class Location(ctypes.Structure):
@@ -95,11 +78,11 @@ class _Memory:
         self._location = Location(_ON_DEVICE, self._index)
         self._properties = AllocationProperties(type=_PINNED, location=self._location)
         granularity = ctypes.c_size_t()
-        _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), _MINIMUM)
+        call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), _MINIMUM)
         self._size = -(-size // granularity.value) * granularity.value
         self._handle: int | None = None  # of the mapped memory
-        address = _POINTER()
-        _call("cuMemAddressReserve", ctypes.byref(address), self._size, 0, 0, 0)
+        address = POINTER()
+        call("cuMemAddressReserve", ctypes.byref(address), self._size, 0, 0, 0)
         self._address = address.value
         # ``torch.as_tensor`` makes a tensor from this description.
         self.__cuda_array_interface__ = {
@@ -114,21 +97,21 @@ class _Memory:
         """Map new memory. Raises ``torch.OutOfMemoryError``."""
         torch.cuda.set_device(self._index)
         handle = ctypes.c_uint64()
-        _call("cuMemCreate", ctypes.byref(handle), self._size, ctypes.byref(self._properties), 0)
-        with undo_on_error(_call, "cuMemRelease", handle.value):
-            _call("cuMemMap", self._address, self._size, 0, handle.value, 0)
+        call("cuMemCreate", ctypes.byref(handle), self._size, ctypes.byref(self._properties), 0)
+        with undo_on_error(call, "cuMemRelease", handle.value):
+            call("cuMemMap", self._address, self._size, 0, handle.value, 0)
         self._handle = handle.value
         access = AccessDescription(self._location, _READ_AND_WRITE)
         with undo_on_error(self.unmap):
-            _call("cuMemSetAccess", self._address, self._size, ctypes.byref(access), 1)
+            call("cuMemSetAccess", self._address, self._size, ctypes.byref(access), 1)
 
     def unmap(self) -> None:
         """Unmap the memory and give it back, after the kernels that may use it."""
         torch.cuda.set_device(self._index)
         torch.cuda.synchronize(self._index)
         handle, self._handle = self._handle, None
-        _call("cuMemUnmap", self._address, self._size)
-        _call("cuMemRelease", handle)
+        call("cuMemUnmap", self._address, self._size)
+        call("cuMemRelease", handle)
 
     def __del__(self) -> None:
         if not hasattr(self, "_address") or sys.is_finalizing():  # the driver frees all memory of a process that ends
@@ -136,23 +119,4 @@ class _Memory:
         with contextlib.suppress(RuntimeError):  # the device is lost
             if self._handle is not None:
                 self.unmap()
-            _call("cuMemAddressFree", self._address, self._size)
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    library = ctypes.CDLL("libcuda.so.1")
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, ctypes.c_int
-    return library
-
-
-def _call(name: str, *arguments: Any) -> None:
-    """Call a function of the driver. Raises ``RuntimeError`` with its name and the name of the error."""
-    driver = _driver()
-    if code := getattr(driver, name)(*arguments):
-        text = ctypes.c_char_p()
-        driver.cuGetErrorName(code, ctypes.byref(text))
-        error = torch.OutOfMemoryError if code == _OUT_OF_MEMORY else RuntimeError
-        raise error(f"{name} failed: {(text.value or b'unknown error').decode()} ({code})")
+            call("cuMemAddressFree", self._address, self._size)
