@@ -11,6 +11,7 @@ from tokasaurus.scheduler.v1 import (
     observe_pb2,
     scheduler_pb2_grpc,
     session_pb2,
+    shared_weights_pb2,
     sleep_pb2,
 )
 
@@ -45,6 +46,7 @@ ADMIN = {
     "JoinUpdateGroup": broadcast_pb2.JoinUpdateGroupRequest(),
     "LeaveUpdateGroup": broadcast_pb2.LeaveUpdateGroupRequest(name="x"),
     "ReceiveWeights": broadcast_pb2.ReceiveWeightsRequest(version="x" * 257),
+    "CopySharedWeights": shared_weights_pb2.CopySharedWeightsRequest(version="x" * 257),
     "Sleep": sleep_pb2.SleepRequest(level=3),
     "Wake": sleep_pb2.WakeRequest(parts=[99]),
 }
@@ -60,6 +62,7 @@ CODES = {
     "CommitWeights": grpc.StatusCode.FAILED_PRECONDITION,
     "JoinUpdateGroup": grpc.StatusCode.INVALID_ARGUMENT,
     "ReceiveWeights": grpc.StatusCode.INVALID_ARGUMENT,
+    "CopySharedWeights": grpc.StatusCode.INVALID_ARGUMENT,
     "Sleep": grpc.StatusCode.INVALID_ARGUMENT,
     "Wake": grpc.StatusCode.INVALID_ARGUMENT,
 }

@@ -22,7 +22,7 @@ _SESSION = f"{_SERVICE}Session"  # carries requests of any key
 # The other methods concern requests of all keys.
 _CONTROL = ("Pause", "Resume", "AbortRequests", "ResetPrefixCache", "Sleep", "Wake")
 _WEIGHTS = ("StageWeights", "UploadWeights", "CommitWeights", "DiscardWeights", "GetWeights")
-_BROADCASTS = ("JoinUpdateGroup", "LeaveUpdateGroup", "ReceiveWeights")
+_BROADCASTS = ("JoinUpdateGroup", "LeaveUpdateGroup", "ReceiveWeights", "CopySharedWeights")
 _VIEWS = ("ListRequests", "CancelRequest", "WatchPlans")
 _OF_ADMINS = frozenset({_SESSION} | {f"{_SERVICE}{name}" for name in _VIEWS + _CONTROL + _WEIGHTS + _BROADCASTS})
 _OPEN = "/grpc.health.v1.Health/"

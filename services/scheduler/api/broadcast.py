@@ -1,4 +1,4 @@
-"""Updates of the weights of a replica that a trainer broadcasts to its workers."""
+"""Updates of the weights of a replica that a trainer broadcasts to its workers, or shares with them."""
 
 import asyncio
 import uuid
@@ -15,8 +15,9 @@ from services.scheduler.workers.link import WorkerLink
 from services.scheduler.workers.stream import WorkerStream
 from services.scheduler.workers.weights import Update
 from tokasaurus.common.v1 import weights_pb2
-from tokasaurus.scheduler.v1 import broadcast_pb2, control_pb2
+from tokasaurus.scheduler.v1 import broadcast_pb2, control_pb2, shared_weights_pb2
 from tokasaurus.worker.v1 import broadcast_pb2 as worker_broadcast_pb2
+from tokasaurus.worker.v1 import shared_weights_pb2 as worker_shared_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -26,7 +27,7 @@ class _OpenUpdate:
     """An update whose tensors the workers of ``stream`` receive."""
 
     update_id: str
-    group: str
+    group: str | None  # None: tensors come from shared memory
     stream: WorkerStream
     version: str = ""  # empty: not known yet
 
@@ -75,8 +76,19 @@ class BroadcastUpdates:
                     field="group",
                 )
             await self._wait_until_left()
-            opened = await self._continue(request)
-            return await self._workers.receive(opened.update_id, opened.group, request.tensors, flat=request.flat)
+            opened = await self._continue(request.group, request)
+            return await self._workers.receive(opened.update_id, request.group, request.tensors, flat=request.flat)
+
+    async def copy(
+        self, request: shared_weights_pb2.CopySharedWeightsRequest
+    ) -> worker_shared_pb2.CopySharedWeightsResponse:
+        """Make all workers copy tensors of the open update out of shared memory.
+
+        Raises ``TokaError``. Then, and if the caller is cancelled, the update is forgotten.
+        """
+        async with self._receiving, undo_on_error_async(self._forget_shared):
+            opened = await self._continue(None, request)
+            return await self._workers.copy(opened.update_id, request.allocations, request.tensors)
 
     async def stage(self, version: str) -> control_pb2.StageWeightsResponse:
         """Stage the open update, which ends. Raises ``TokaError``; then nothing is staged."""
@@ -91,26 +103,28 @@ class BroadcastUpdates:
                 )
             return await self._updates.stage_received(Update(opened.update_id, version, directory=""), opened.stream)
 
-    async def _continue(self, request: broadcast_pb2.ReceiveWeightsRequest) -> _OpenUpdate:
+    async def _continue(
+        self,
+        group: str | None,
+        request: broadcast_pb2.ReceiveWeightsRequest | shared_weights_pb2.CopySharedWeightsRequest,
+    ) -> _OpenUpdate:
         """Return the open update, or begin one."""
         if request.version:
             check_version(request.version, "version")
         opened = self._open
-        if opened is not None and opened.group == request.group and request.begin:
-            self._open = None
-            await self._updates.forget_later(Update(opened.update_id, opened.version, directory=""))
+        if opened is not None and opened.group == group and request.begin:
+            await self._forget(opened)
             opened = None
         if opened is None:
             if (stream := self._link.stream) is None:
                 raise Unavailable("no worker is connected; try again")
-            opened = self._open = _OpenUpdate(uuid.uuid4().hex, request.group, stream, request.version)
+            opened = self._open = _OpenUpdate(uuid.uuid4().hex, group, stream, request.version)
             await self._workers.prepare(opened.update_id)
-        if opened.group != request.group:
-            raise FailedPrecondition(
-                f"an update by the group {opened.group!r} is unfinished; finish it, or leave that group", field="group"
-            )
+        if opened.group != group:
+            raise _unfinished(opened)
         if opened.stream is not self._link.stream:
-            raise Unavailable("a worker was lost since the update began; join a new group, and repeat it")
+            first = "" if group is None else "join a new group, and "
+            raise Unavailable(f"a worker was lost since the update began; {first}repeat it")
         if request.version not in ("", opened.version) and opened.version:
             raise InvalidRequest(
                 f"{request.version!r}, but the tensors before are of {opened.version!r}; send one version at a time",
@@ -134,5 +148,25 @@ class BroadcastUpdates:
 
     async def _leave(self, name: str, opened: _OpenUpdate | None) -> bool:
         if opened is not None and opened.group == name:
-            await self._updates.forget_later(Update(opened.update_id, opened.version, directory=""))
+            await self._forget(opened)
         return await self._workers.leave(name)
+
+    async def _forget_shared(self) -> None:
+        """Forget the open update if its tensors come from shared memory."""
+        if (opened := self._open) is not None and opened.group is None:
+            await self._forget(opened)
+
+    async def _forget(self, opened: _OpenUpdate) -> None:
+        if self._open is opened:
+            self._open = None
+        await self._updates.forget_later(Update(opened.update_id, opened.version, directory=""))
+
+
+def _unfinished(opened: _OpenUpdate) -> FailedPrecondition:
+    if opened.group is None:
+        return FailedPrecondition(
+            "an update from shared memory is unfinished; stage it first: if tensors are missing, this forgets it"
+        )
+    return FailedPrecondition(
+        f"an update by the group {opened.group!r} is unfinished; finish it, or leave that group", field="group"
+    )

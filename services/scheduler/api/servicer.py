@@ -44,6 +44,7 @@ from tokasaurus.scheduler.v1 import (
     observe_pb2,
     scheduler_pb2_grpc,
     session_pb2,
+    shared_weights_pb2,
     sleep_pb2,
 )
 
@@ -240,6 +241,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> broadcast_pb2.ReceiveWeightsResponse:
         received = await self._broadcasts.receive(request)
         return broadcast_pb2.ReceiveWeightsResponse(missing=received.missing, first_missing=received.first_missing)
+
+    async def CopySharedWeights(
+        self, request: shared_weights_pb2.CopySharedWeightsRequest, context: AnyContext
+    ) -> shared_weights_pb2.CopySharedWeightsResponse:
+        copied = await self._broadcasts.copy(request)
+        return shared_weights_pb2.CopySharedWeightsResponse(missing=copied.missing, first_missing=copied.first_missing)
 
     async def CommitWeights(
         self, request: control_pb2.CommitWeightsRequest, context: AnyContext

@@ -11,13 +11,14 @@ from services.common.boundaries import errors_to, undo_on_error
 from services.common.errors import Cancelled, FailedPrecondition, InvalidRequest, TokaError, Unavailable
 from services.common.memory_parts import check_level, read_parts, write_parts
 from services.worker.api.broadcast import read_address, run_while_connected
+from services.worker.api.shared_weights import read_shared
 from services.worker.api.stream import Stream, Superseded
 from services.worker.api.upload import read_chunks, read_header, read_tensors
 from services.worker.engine.engine import Engine
 from services.worker.engine.sleep import Sleeper
 from services.worker.engine.weights import ModelWeights
 from tokasaurus.common.v1 import weights_pb2
-from tokasaurus.worker.v1 import broadcast_pb2, sleep_pb2, worker_pb2, worker_pb2_grpc
+from tokasaurus.worker.v1 import broadcast_pb2, shared_weights_pb2, sleep_pb2, worker_pb2, worker_pb2_grpc
 from tokasaurus.worker.v1 import weights_pb2 as worker_weights_pb2
 
 log = structlog.get_logger(__name__)
@@ -165,6 +166,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 lambda _: broadcasts.abandon(group),
             )
         return broadcast_pb2.ReceiveWeightsResponse(missing=len(missing), first_missing=missing[0] if missing else "")
+
+    def CopySharedWeights(
+        self, request: shared_weights_pb2.CopySharedWeightsRequest, context: grpc.ServicerContext
+    ) -> shared_weights_pb2.CopySharedWeightsResponse:
+        shared = self._ready_weights().shared
+        missing = shared.copy(request.update_id, read_shared(request), context.is_active)
+        return shared_weights_pb2.CopySharedWeightsResponse(
+            missing=len(missing), first_missing=missing[0] if missing else ""
+        )
 
     def fail(self, error: TokaError) -> None:
         """End the open stream with ``error``, because the engine will send no more results."""

@@ -7,6 +7,8 @@ from services.common.model.checkpoint_files import FLOATS, MOST_DIMENSIONS, Stor
 from tokasaurus.common.v1 import weights_pb2 as common_weights_pb2
 from tokasaurus.worker.v1 import weights_pb2
 
+_MOST_ELEMENTS = 2**63 - 1  # of a dimension; torch counts them in 64 bits with a sign
+
 
 def read_header(first: weights_pb2.UploadWeightsRequest | None) -> weights_pb2.UploadHeader:
     """Return the header in the first message. Raises ``InvalidRequest``."""
@@ -34,6 +36,11 @@ def read_tensors(
         if len(each.shape) > MOST_DIMENSIONS:  # the size of more would take hours to compute
             raise InvalidRequest(
                 f"{each.name[:256]} has {len(each.shape)} dimensions; expected at most {MOST_DIMENSIONS}",
+                field=field,
+            )
+        if max(each.shape, default=0) > _MOST_ELEMENTS:
+            raise InvalidRequest(
+                f"{each.name[:256]} has a dimension of {max(each.shape)} elements; expected at most {_MOST_ELEMENTS}",
                 field=field,
             )
         tensors[each.name] = StoredTensor(each.dtype, tuple(each.shape))

@@ -7,7 +7,16 @@ from typing import Any
 import torch
 
 _OUT_OF_MEMORY = 2  # error code
+HANDLE_BYTES = 64  # of ``CUipcMemHandle``
 POINTER = ctypes.c_uint64
+
+
+class MemoryHandle(ctypes.Structure):
+    """``CUipcMemHandle``."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
 _SIGNATURES: dict[str, list[Any]] = {
     "cuMemGetAllocationGranularity": [ctypes.POINTER(ctypes.c_size_t), ctypes.c_void_p, ctypes.c_int],
     "cuMemAddressReserve": [
@@ -20,6 +29,10 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuMemMap": [POINTER, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_ulonglong],
     "cuMemUnmap": [POINTER, ctypes.c_size_t],
     "cuMemSetAccess": [POINTER, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t],
+    "cuIpcOpenMemHandle_v2": [ctypes.POINTER(POINTER), MemoryHandle, ctypes.c_uint],
+    "cuIpcCloseMemHandle": [POINTER],
+    "cuMemGetAddressRange_v2": [ctypes.POINTER(POINTER), ctypes.POINTER(ctypes.c_size_t), POINTER],
+    "cuMemcpyDtoHAsync_v2": [ctypes.c_void_p, POINTER, ctypes.c_size_t, ctypes.c_void_p],
     "cuGetErrorName": [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)],
 }
 

@@ -18,6 +18,7 @@ from services.common.request_bounds import MAX_WEIGHTS_VERSION
 from services.worker.boot.common import Loaded
 from services.worker.engine.arrivals import Arrivals
 from services.worker.engine.broadcast import Broadcasts
+from services.worker.engine.shared_weights import SharedWeights
 from services.worker.engine.uploads import Uploads
 from services.worker.models.base import Staged
 from services.worker.runner.base import Runner
@@ -56,6 +57,7 @@ class _Receivers(NamedTuple):
     uploads: Uploads
     arrivals: Arrivals
     broadcasts: Broadcasts
+    shared: SharedWeights
 
 
 class ModelWeights:
@@ -153,6 +155,11 @@ class ModelWeights:
         return self._ready().broadcasts
 
     @property
+    def shared(self) -> SharedWeights:
+        """The tensors that trainers share. Raises ``PermissionDenied`` without ``weight_directories``."""
+        return self._ready().shared
+
+    @property
     def device(self) -> torch.device:
         """The device of the weights."""
         return self._loaded.model.device
@@ -195,7 +202,7 @@ class ModelWeights:
     def _make_receivers(self, address: str) -> _Receivers:
         uploads = Uploads(self._directories[0], address)
         arrivals = Arrivals(self._loaded, uploads)
-        return _Receivers(uploads, arrivals, Broadcasts(self.device, arrivals))
+        return _Receivers(uploads, arrivals, Broadcasts(self.device, arrivals), SharedWeights(self.device, arrivals))
 
     def _ready(self) -> _Receivers:
         """Return the parts that receive new weights. Raises ``PermissionDenied`` without ``weight_directories``."""
