@@ -12,15 +12,6 @@ from tokasaurus.scheduler.v1 import broadcast_pb2, control_pb2
 
 _SINCE = "1.14"  # version of the contract
 _SINCE_WEIGHTS = "1.12"
-# torch's names of dtypes, and those of safetensors.
-DTYPES = {
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
 
 
 class Bucket(NamedTuple):

@@ -1,14 +1,13 @@
 """Endpoints for trainers that broadcast weights, under the names of SGLang and vLLM. They need the scope ``admin``."""
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, ClassVar, Literal
 
 from fastapi import Request, Response
-from pydantic import Field
+from pydantic import Field, Tag
 
 from services.common.boundaries import undo_on_error_async
-from services.common.errors import InvalidRequest, UnsupportedParameter
+from services.common.errors import UnsupportedParameter
 from services.common.keys import ADMIN
 from services.common.request_bounds import MAX_GROUP_HOST, MAX_GROUP_NAME, MAX_GROUP_RANKS, MAX_GROUP_SECONDS
 from services.gateway.http.errors import response
@@ -16,9 +15,10 @@ from services.gateway.http.request import while_connected
 from services.gateway.openai.body import Body, optional
 from services.gateway.openai.parse import ignored_header
 from services.gateway.openai.router import Router, takes
-from services.gateway.rollout import broadcast, control
+from services.gateway.rollout import broadcast, control, ipc
 from services.gateway.rollout.request import gateway_of, read_optional
 from services.gateway.rollout.routes import updated
+from services.gateway.rollout.tensors import DtypeNames, Names, Shapes, described
 from tokasaurus.common.v1 import weights_pb2
 
 _NAME = "weight_update_group"  # SGLang's default
@@ -26,10 +26,6 @@ _VLLM_NAME = "weight_transfer"  # vLLM has one group without a name
 _VERSION = "The name of the new weights, of 1 to 256 characters. Default: the time."
 
 GroupName = Annotated[str, Field(min_length=1, max_length=MAX_GROUP_NAME, description="Name of the group.")]
-Names = Annotated[list[str], Field(description="Names of the tensors, as in the checkpoint, in their order.")]
-Shapes = Annotated[
-    list[list[Annotated[int, Field(ge=0, lt=2**63)]]], Field(description="Shapes of the same tensors, in elements.")
-]
 
 
 class GroupBody(Body):
@@ -97,14 +93,16 @@ class InitWeightTransferBody(Body):
 
     nested: ClassVar[tuple[str, ...]] = ("init_info",)
 
-    init_info: GroupBody = Field(description="The process group.")
+    init_info: Annotated[
+        Annotated[ipc.IpcInitInfo, Tag("#ipc")] | Annotated[GroupBody, Tag("#group")], ipc.by_backend()
+    ] = Field(description="The process group. Empty, or with the backend ipc: tensors will come from shared memory.")
 
 
 class UpdateInfo(Body):
     """``update_info`` of ``POST /update_weights``."""
 
     names: Names
-    dtype_names: list[str] = Field(description="Dtypes of the same tensors, as torch names them.")
+    dtype_names: DtypeNames
     shapes: Shapes
     group_name: GroupName = _VLLM_NAME
     packed: bool = Field(default=False, description="Must be false: rank 0 broadcasts each tensor as it is.")
@@ -115,7 +113,10 @@ class VllmUpdateBody(Body):
 
     nested: ClassVar[tuple[str, ...]] = ("update_info",)
 
-    update_info: UpdateInfo = Field(description="The tensors.")
+    update_info: Annotated[
+        Annotated[ipc.IpcUpdateInfo, Tag("#ipc")] | Annotated[UpdateInfo, Tag("#group")],
+        ipc.by_backend("ipc_handles", "ipc_handles_pickled"),
+    ] = Field(description="The tensors. With ipc_handles, workers copy them out of memory that the trainer shares.")
 
 
 class StartUpdateBody(Body):
@@ -125,6 +126,7 @@ class StartUpdateBody(Body):
         default=True, description="Must be true: tensors have the names and shapes of a checkpoint."
     )
     group_name: GroupName = _VLLM_NAME
+    backend: Literal["ipc"] | None = optional("ipc: tensors will come from shared memory, and not from the group.")
 
 
 class FinishUpdateBody(Body):
@@ -167,7 +169,7 @@ async def update_weights_from_distributed(request: Request) -> Response:
     body = await read_optional(request, UpdateFromDistributedBody)
     fleet = gateway_of(request).fleet
     async with undo_on_error_async(broadcast.leave, fleet, body.group_name):  # the trainer may send the tensors
-        tensors = _described(body.names, body.dtypes, body.shapes, "dtypes")
+        tensors = described(body.names, body.dtypes, body.shapes, "dtypes")
     flat = body.load_format is not None
     bucket = broadcast.Bucket(body.group_name, tensors, flat, body.weight_version or "")
     version, mode = _version(body.weight_version), _mode(abort=body.abort_all_requests)
@@ -186,9 +188,11 @@ async def get_world_size(request: Request) -> Response:
 
 @router.post("/init_weight_transfer_engine", openapi_extra=takes(InitWeightTransferBody.model_json_schema()))
 async def init_weight_transfer_engine(request: Request) -> Response:
-    """Do the same as ``/init_weights_update_group``, with vLLM's body."""
+    """Do the same as ``/init_weights_update_group``, with vLLM's body. With the backend ``ipc``, begin an update."""
     body = await read_optional(request, InitWeightTransferBody)
-    await while_connected(request.receive, broadcast.join(gateway_of(request).fleet, body.init_info.message()))
+    info, fleet = body.init_info, gateway_of(request).fleet
+    joining = ipc.begin(fleet) if isinstance(info, ipc.IpcInitInfo) else broadcast.join(fleet, info.message())
+    await while_connected(request.receive, joining)
     return response(200, {"message": "Weight transfer initialized"}, ignored_header(body))
 
 
@@ -200,19 +204,28 @@ async def start_weight_update(request: Request) -> Response:
         raise UnsupportedParameter(
             "only tensors with the names and shapes of a checkpoint are read; send true", field="is_checkpoint_format"
         )
-    await while_connected(request.receive, broadcast.begin(gateway_of(request).fleet, body.group_name))
+    fleet = gateway_of(request).fleet
+    beginning = broadcast.begin(fleet, body.group_name) if body.backend is None else ipc.begin(fleet)
+    await while_connected(request.receive, beginning)
     return response(200, {"message": "Weight update started"}, ignored_header(body))
 
 
 @router.post("/update_weights", openapi_extra=takes(VllmUpdateBody.model_json_schema()))
 async def update_weights(request: Request) -> Response:
-    """Receive tensors that rank 0 broadcasts, as vLLM does. Weights change at ``/finish_weight_update``."""
+    """Receive tensors that rank 0 broadcasts, as vLLM does. Weights change at ``/finish_weight_update``.
+
+    With ``ipc_handles``, the workers copy the tensors out of memory that the trainer shares. The response is sent when
+    they have copied them.
+    """
     body = await read_optional(request, VllmUpdateBody)
     info, fleet = body.update_info, gateway_of(request).fleet
+    if isinstance(info, ipc.IpcUpdateInfo):
+        await while_connected(request.receive, ipc.copy(fleet, info.message()))
+        return response(200, {"message": "Weights updated"}, ignored_header(body))
     async with undo_on_error_async(broadcast.leave, fleet, info.group_name):  # the trainer may send the tensors
         if info.packed:
             raise UnsupportedParameter("each tensor must be broadcast as it is; send false", field="update_info.packed")
-        tensors = _described(info.names, info.dtype_names, info.shapes, "update_info.dtype_names")
+        tensors = described(info.names, info.dtype_names, info.shapes, "update_info.dtype_names")
     receiving = broadcast.receive(fleet, broadcast.Bucket(info.group_name, tensors))
     await while_connected(request.receive, receiving)
     return response(200, {"message": "Weights updated"}, ignored_header(body))
@@ -225,24 +238,6 @@ async def finish_weight_update(request: Request) -> Response:
     version = _version(body.weight_version)
     await while_connected(request.receive, broadcast.commit(gateway_of(request).fleet, version, _mode(abort=False)))
     return response(200, {"message": "Weight update finished", "weight_version": version}, ignored_header(body))
-
-
-def _described(
-    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], field: str
-) -> list[weights_pb2.UploadedTensor]:
-    """Return the descriptions of tensors. ``field`` is that of ``dtypes``. Raises ``InvalidRequest``."""
-    if not len(names) == len(dtypes) == len(shapes):
-        raise InvalidRequest(
-            f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: expected one of each for every tensor",
-            field="names",
-        )
-    described = []
-    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        if (known := broadcast.DTYPES.get(dtype.removeprefix("torch."))) is None:
-            expected = ", ".join(broadcast.DTYPES)
-            raise InvalidRequest(f"{name[:256]} has dtype {dtype[:64]!r}: expected one of {expected}", field=field)
-        described.append(weights_pb2.UploadedTensor(name=name, dtype=known, shape=shape))
-    return described
 
 
 def _version(given: str | None) -> str:

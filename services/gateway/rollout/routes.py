@@ -215,7 +215,8 @@ async def update_weights_from_tensor(request: Request) -> Response:
     await SafetensorsBody(aiter(request.stream())).discard()
     raise UnsupportedParameter(
         "/update_weights_from_tensor is not supported: its tensors are Python pickles, which can run code and are not"
-        " read here; broadcast them and call /update_weights_from_distributed, send a safetensors file to"
+        " read here; broadcast them and call /update_weights_from_distributed, share them by CUDA IPC and call"
+        " /update_weights with ipc_handles, send a safetensors file to"
         " PUT /weights?weight_version=NAME, call UploadWeights over gRPC, or write the file where the workers can read"
         " it and call /update_weights_from_disk"
     )
