@@ -23,7 +23,7 @@ def test_received_weights_are_those_of_a_fresh_server(tmp_path, monkeypatch, fla
     for seed in (0, 1):
         make_checkpoint(tmp_path / str(seed), "qwen3", seed=seed)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # of the server
-    flags = {"device": "cuda"} | flags
+    flags = {"device": "cuda", "kv_cache_num_tokens": 64 * 1024} | flags
     with serve(model=tmp_path / "0", weight_directories=tmp_path, **flags) as server:
         trainer = [sys.executable, "examples/rl/broadcast.py", server.base_url, str(tmp_path / "1")]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
