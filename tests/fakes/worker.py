@@ -86,6 +86,7 @@ class FakeWorker(FakeBroadcasts, worker_pb2_grpc.WorkerServiceServicer):
         self._open = asyncio.Event()  # answers go out while it is set
         self._open.set()
         self._permits = 0
+        self._holds = False  # a plan waits for ``release``
         self._progress = asyncio.Condition()
         self._received = 0
         self._stream: asyncio.Task | None = None
@@ -132,6 +133,7 @@ class FakeWorker(FakeBroadcasts, worker_pb2_grpc.WorkerServiceServicer):
     def release(self, plans: int | None = None) -> None:
         """Answer ``plans`` more plans, or everything from now on."""
         self._permits = 0 if plans is None else self._permits + plans
+        self._holds = False
         self._open.set()
 
     async def received(self, plans: int) -> None:
@@ -139,10 +141,10 @@ class FakeWorker(FakeBroadcasts, worker_pb2_grpc.WorkerServiceServicer):
         async with self._progress:
             await self._progress.wait_for(lambda: self._received >= plans)
 
-    async def until_answered(self, plans: int) -> None:
-        """Wait until ``plans`` plans have been answered in all."""
+    async def until_held(self) -> None:
+        """Wait until a plan waits for ``release``: a pause cannot begin before that."""
         async with self._progress:
-            await self._progress.wait_for(lambda: self.answered >= plans)
+            await self._progress.wait_for(lambda: self._holds)
 
     # -- the contract
 
@@ -304,7 +306,11 @@ class FakeWorker(FakeBroadcasts, worker_pb2_grpc.WorkerServiceServicer):
             return None
         if isinstance(plan, Violation):
             raise plan
-        await _first(self._open.wait(), end)
+        while not self._open.is_set():  # it may be held again before this task runs
+            async with self._progress:
+                self._holds = True
+                self._progress.notify_all()
+            await _first(self._open.wait(), end)
         if self._permits:
             self._permits -= 1
             if not self._permits:
@@ -325,9 +331,7 @@ class FakeWorker(FakeBroadcasts, worker_pb2_grpc.WorkerServiceServicer):
         if not self.shape.reports:
             result = plan_pb2.StepResult(step=result.step)
         result.queued_plans = plans.qsize()
-        async with self._progress:
-            self.answered += 1
-            self._progress.notify_all()
+        self.answered += 1
         plans.unanswered -= 1
         return result
 

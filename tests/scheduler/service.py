@@ -50,19 +50,29 @@ class Service:
             return load
 
     async def begin(self, client: "Client", **fields) -> None:
-        """Submit a request as handle 0, and read its first tokens. Workers answer five plans and are held then."""
+        """Submit a request as handle 0, and read its first tokens. Workers answer five plans and hold the next one."""
         for worker in self.workers:
             worker.hold()
-            worker.release(5)
         await client.submit(0, **fields)
+        await self.answer_five()
         await client.until(lambda message: message.HasField("outputs"))
+
+    async def answer_five(self) -> None:
+        """Let each worker answer five plans, and wait until it holds the next one."""
+        for worker in self.workers:
+            worker.release(5)
+        for worker in self.workers:
+            await worker.until_held()
 
     def release(self) -> None:
         for worker in self.workers:
             worker.release()
 
     async def pausing(self, call: Awaitable[T]) -> T:
-        """Return the result of ``call``. Release held workers when ``call`` has requested a pause, not earlier."""
+        """Return the result of ``call``. Release the workers when ``call`` has requested a pause, not earlier.
+
+        A worker must hold a plan, so that the pause does not begin, and end, before it is seen.
+        """
         calling = asyncio.ensure_future(call)
         await self.until_load(lambda load: load.paused)
         self.release()

@@ -68,9 +68,7 @@ async def test_running_samples_continue_with_the_uploaded_weights():
             assert (weights.version, weights.uploaded) == (f"v{number}", True)
             assert weights.directory == f"/uploads/{weights.update_id}"
             assert uploads(service) == [[weights.update_id]]  # earlier uploads are removed
-            answered = service.worker.answered
-            service.worker.release(5)
-            await service.worker.until_answered(answered + 5)
+            await service.answer_five()
         service.release()
         await client.finished(0)
         assert check_spans(client.samples[0], 100) == ["", "v1", "v2", "v3"]

@@ -79,9 +79,7 @@ async def test_kept_samples_continue_with_the_new_weights_and_name_both(recomput
             committed = await service.pausing(update(service, number, recompute=recompute))
             assert (committed.weights.version, committed.weights.directory) == (f"v{number}", f"/weights/{number}")
             assert committed.paused_ns > 0
-            answered = service.worker.answered
-            service.worker.release(5)
-            await service.worker.until_answered(answered + 5)
+            await service.answer_five()
         service.release()
         await client.finished(*range(6))
         assert check_spans(client.samples[0], 100) == ["", "v1", "v2", "v3"]

@@ -256,9 +256,7 @@ async def record_updates(directory: str) -> Recording:
         running.worker.on_commit = running.worker.hold
         for number in (1, 2):
             await running.pausing(update(running, number))
-            answered = running.worker.answered
-            running.worker.release(5)
-            await running.worker.until_answered(answered + 5)
+            await running.answer_five()
         running.release()
         await client.finished(0, 1)
     (recording,) = open_recordings(directory)
