@@ -10,7 +10,8 @@ from services.common.errors import TokaError, Unavailable
 from services.common.rpc.status import to_status
 from services.gateway.engine.active_request import ActiveRequest
 from services.gateway.engine.metrics import RequestMetrics
-from services.gateway.engine.session import Owner, Session, Timings
+from services.gateway.engine.session import Session, Timings
+from services.gateway.engine.session_owner import Owner
 from tokasaurus.scheduler.v1 import generate_pb2, session_pb2
 
 

@@ -8,6 +8,8 @@ from services.scheduler.api.mailbox import Mailbox
 from services.scheduler.core.output import Delta
 from services.scheduler.core.request import Finish, FinishReason, Request, SamplingSettings
 from services.scheduler.engine.events import Accepted
+from tests.scheduler.test_weights import fields, update
+from tokasaurus.scheduler.v1 import generate_pb2 as g
 from tokasaurus.scheduler.v1 import session_pb2
 
 MOST_BYTES = 4000
@@ -44,3 +46,23 @@ async def test_a_reader_that_takes_everything_is_never_too_slow(joins):
         mailbox.put(delta(1, 300))
     with pytest.raises(Overloaded, match="too slowly"):
         await mailbox.get()
+
+
+async def test_tokens_of_different_weights_are_not_in_one_message():
+    mailbox = Mailbox()
+    for step, version in enumerate(("", "", "v1", "v1", "v2"), 1):
+        item = delta(step, 2)
+        item.weights_version = version
+        mailbox.put(item)
+    got = [await mailbox.get() for _ in range(3)]
+    assert [(each.weights_version, each.step, len(each.tokens)) for each in got] == [
+        ("", 2, 4), ("v1", 4, 4), ("v2", 5, 2),
+    ]  # fmt: skip
+
+
+async def test_each_message_with_tokens_names_their_weights(service):
+    for number in (1, 2):
+        await update(service, number)
+        request = g.GenerateRequest(**fields(10))
+        messages = [each.outputs async for each in service.stub.Generate(request) if each.HasField("outputs")]
+        assert {each.weights_version for each in messages} == {f"v{number}"}

@@ -20,6 +20,7 @@ from services.common.errors import Internal, TokaError, Unavailable
 from services.gateway.engine.codec import PromptScores, SampleAction, SampleEnding, TokenLogprob
 from services.gateway.engine.request import NO_TOKENS, PromptRequest, Settings, Submission
 from services.gateway.engine.routed_experts import ReceivedExperts
+from services.gateway.engine.spans import Spans, add_earlier_spans
 
 log = structlog.get_logger(__name__)
 
@@ -35,8 +36,8 @@ class ActiveSample:
     """
 
     __slots__ = (
-        "earlier_ids", "ending", "experts", "failed_tokens", "failover_delay_s", "index", "is_updated", "losses",
-        "new_ids", "new_logprobs", "prompt_index", "request", "sole_suspect_losses",
+        "earlier_ids", "earlier_spans", "ending", "experts", "failed_tokens", "failover_delay_s", "index", "is_updated",
+        "losses", "new_ids", "new_logprobs", "prompt_index", "request", "sole_suspect_losses",
     )  # fmt: skip
 
     def __init__(self, request: "ActiveRequest", index: int, prompt_index: int) -> None:
@@ -51,6 +52,7 @@ class ActiveSample:
         self.experts: ReceivedExperts | None = None  # None: not wanted
         # Set by failover:
         self.earlier_ids: np.ndarray = NO_TOKENS  # uint32, tokens from previous schedulers
+        self.earlier_spans: Spans = ()  # of earlier_ids
         self.failover_delay_s = 0.0  # from the first submission to the last one
         self.losses = 0  # times that its scheduler was lost, or gave it up, since its last token
         self.sole_suspect_losses = 0  # losses at which it was the only suspect
@@ -212,7 +214,7 @@ class ActiveRequest:
             )
             return
         if sample.failover_delay_s:
-            ending = _add_failover_delay(ending, sample)
+            ending = add_earlier_spans(_add_failover_delay(ending, sample), sample.earlier_spans)
         if ending.reason != "abort":
             self._count_finished(sample.prompt_index)
         sample.ending = self._apply_settings(ending)
@@ -247,7 +249,8 @@ class ActiveRequest:
         """Apply ``discard_output`` and ``include_stop``, which are not sent to the scheduler."""
         settings = self.settings
         if settings.discard_output:
-            return replace(ending, reason="length", at_stop_token=False, trailing_bytes=0, completion_tokens=0)
+            ending = replace(ending, reason="length", at_stop_token=False, trailing_bytes=0)
+            return replace(ending, completion_tokens=0, weights=())
         if not settings.include_stop:
             return ending
         stop = b"" if ending.stop_string is None else settings.stop_strings[ending.stop_string].encode()

@@ -138,6 +138,8 @@ class StepTokens:
     prompts: list[tuple[int, PromptScores]] = field(default_factory=list)  # (handle, scores), before the tokens
     # (handle, position of the first token, uint8 [tokens, token_bytes]), before the endings
     routed: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
+    # Of the weights that generated the tokens. Empty: those of the workers' start. None: an old scheduler sends none.
+    weights_version: str | None = None
 
 
 def encode_open(client_id: str) -> session_pb2.SessionRequest:
@@ -272,6 +274,7 @@ def decode_outputs(outputs: session_pb2.StepOutputs) -> StepTokens:
         endings=[(finished.handle, _decode_ending(finished.finish)) for finished in outputs.finished],
         prompts=[(prompt.handle, _decode_scores(prompt.logprobs)) for prompt in outputs.prompts],
         routed=[piece for experts in outputs.routed_experts for piece in _decode_routed(experts)],
+        weights_version=outputs.weights_version if outputs.HasField("weights_version") else None,
     )
 
 

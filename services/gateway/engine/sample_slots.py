@@ -1,4 +1,4 @@
-"""The samples of a session: one slot per handle, with the time of the last token and all tokens.
+"""The samples of a session: one slot per handle, with the time of the last token, all tokens and their weights.
 
 Failover resumes a sample from these tokens. A step's tokens are stored with a few array operations, whatever the number
 of samples. Tokens are stored in blocks. Each block is linked to the sample's previous block, so a sample may have any
@@ -8,6 +8,8 @@ number of tokens and uses little more memory than they need.
 from itertools import chain
 
 import numpy as np
+
+from services.gateway.engine.spans import Spans, count_tokens, join_spans
 
 BLOCK_TOKENS = 64
 _SLOTS = 16_384  # initial number
@@ -28,6 +30,20 @@ class SampleSlots:
         self._tokens = np.zeros((_BLOCKS, BLOCK_TOKENS), np.uint32)
         self._before = np.full(_BLOCKS, _NONE, np.int32)  # the sample's block before this block
         self._free = list(range(_BLOCKS))
+        self._version: str | None = None  # of the weights that generate the next tokens; None: unknown
+        self._spans: dict[int, Spans] = {}  # by handle, of the tokens before the last change of the weights
+
+    def change_weights(self, version: str | None) -> None:
+        """Set the version of the weights that generated the tokens that are stored from now on. None: unknown."""
+        if version != self._version:
+            handles = np.flatnonzero(self.taken & (self._block != _NONE)).tolist()
+            self._spans = {handle: self.spans(handle) for handle in handles}
+            self._version = version
+
+    def spans(self, handle: int) -> Spans:
+        """Return which weights generated the tokens of a handle."""
+        ended = self._spans.get(handle, ())
+        return join_spans(ended, ((self._version, self._count(handle) - count_tokens(ended)),))
 
     def take(self, count: int, *, per_token: bool) -> int:
         """Reserve ``count`` consecutive handles, and return the first."""
@@ -40,6 +56,7 @@ class SampleSlots:
     def give(self, handle: int) -> np.ndarray:
         """Free a handle, and return its tokens (uint32). A free handle has none."""
         tokens = self.tokens(handle)
+        self._spans.pop(handle, None)
         self.taken[handle] = self.per_token[handle] = False
         block = int(self._block[handle])
         while block != _NONE:
@@ -57,6 +74,14 @@ class SampleSlots:
         if len(parts) == 1:
             return parts[0].copy()
         return np.concatenate(parts[::-1]) if parts else self._tokens[0, :0]
+
+    def _count(self, handle: int) -> int:
+        """Return the number of tokens of a handle."""
+        block, filled, count = int(self._block[handle]), int(self._filled[handle]), 0
+        while block != _NONE:
+            count += filled
+            block, filled = int(self._before[block]), BLOCK_TOKENS
+        return count
 
     def store(self, handles: np.ndarray, tokens: np.ndarray) -> None:
         """Append ``tokens[i]`` to ``handles[i]``. Handles are distinct."""

@@ -5,19 +5,21 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import numpy as np
 
-from services.common.errors import Overloaded, PayloadTooLarge, TokaError, Unavailable
+from services.common.errors import Overloaded, PayloadTooLarge, Unavailable
 from services.common.rpc.channel import MAX_PUBLIC_MESSAGE_BYTES
 from services.common.rpc.status import from_rpc_error, from_status
 from services.gateway.engine import codec
 from services.gateway.engine.active_request import ActiveRequest, ActiveSample, SchedulerRequest
 from services.gateway.engine.metrics import RequestMetrics
 from services.gateway.engine.sample_slots import SampleSlots
-from tokasaurus.scheduler.v1 import observe_pb2, session_pb2
+from services.gateway.engine.session_owner import Owner
+from services.gateway.engine.spans import join_spans
+from tokasaurus.scheduler.v1 import session_pb2
 
 MAX_OUTBOX = 65_536
 MAX_BACKLOG = 512  # messages to be written; with more, further requests wait
@@ -40,19 +42,6 @@ class Timings:
     # Requests stay this long with a scheduler that is not ready while another one is ready. What its worker had
     # computed is lost anyway, so the time is only for a new connection to the worker.
     move_after: float = 3.0
-
-
-class Owner(Protocol):
-    """The object that opened a session and receives its events."""
-
-    def loaded(self, load: observe_pb2.Load) -> None:
-        """Record the load that the scheduler reported."""
-
-    def refused(self, request: SchedulerRequest, error: TokaError) -> None:
-        """Handle ``request``, which the scheduler refused."""
-
-    def lose(self, tokens: dict[ActiveSample, np.ndarray], error: TokaError) -> None:
-        """Handle unfinished samples that the scheduler gave up, with their tokens (uint32) of this session."""
 
 
 class Session:
@@ -157,6 +146,8 @@ class Session:
         """
         unfinished = {handle: sample for handle, sample in self._samples.items() if sample is not None}
         leaving = {handle: sample for handle, sample in unfinished.items() if include_lost or not sample.losses}
+        for handle, sample in leaving.items():
+            self._keep_spans(handle, sample)
         self._cancel_samples(list(leaving))
         return {sample: self._slots.tokens(handle) for handle, sample in leaving.items()}
 
@@ -312,6 +303,8 @@ class Session:
         lost: dict[ActiveSample, np.ndarray] = {}
         incomplete: Unavailable | None = None
         for handle, ending in step.endings:
+            if (sample := self._samples.get(handle)) is not None and ending.error is not None:
+                self._keep_spans(handle, sample)
             sample, ids = self._end(handle)
             if sample is None:
                 continue
@@ -345,6 +338,10 @@ class Session:
             waiting.pop(handle, None)  # sent later, it would act on the handle's next sample
         return self._samples.pop(handle, None), self._slots.give(handle)
 
+    def _keep_spans(self, handle: int, sample: ActiveSample) -> None:
+        """Record which weights generated the tokens of a sample that this scheduler does not finish."""
+        sample.earlier_spans = join_spans(sample.earlier_spans, self._slots.spans(handle))
+
     def _note_times(self, handles: np.ndarray, counts: np.ndarray | None) -> None:
         """Observe latencies. Several tokens in one message count as evenly spaced."""
         now, last_step_at, slots = time.perf_counter(), self._last_step_at, self._slots
@@ -375,6 +372,7 @@ class Session:
     def _store(self, step: codec.StepTokens) -> None:
         """Store all tokens. An answer that is not streamed consists of them, and failover continues from them."""
         slots = self._slots
+        slots.change_weights(step.weights_version)
         if step.counts is None:
             slots.store(step.handles, step.token_ids)
             return

@@ -50,7 +50,7 @@ def encode_accepted(request: Request) -> generate_pb2.Accepted:
 
 def encode_outputs(delta: Delta) -> session_pb2.StepOutputs:
     """Encode ``delta`` as parallel arrays of packed bytes."""
-    message = session_pb2.StepOutputs(step=delta.step)
+    message = session_pb2.StepOutputs(step=delta.step, weights_version=delta.weights_version)
     fill(message, "handles", delta.handles)
     fill(message, "token_counts", NO_SLOTS if delta.counts is None else delta.counts)
     fill(message, "token_ids", delta.tokens)

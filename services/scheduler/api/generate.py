@@ -108,7 +108,7 @@ class GenerateCall:
         finished = {finish.handle: finish for finish in delta.finished}
         counts = np.ones(len(delta.handles), np.int64) if delta.counts is None else delta.counts
         ends = np.cumsum(counts)
-        message = generate_pb2.SampleOutputs()
+        message = generate_pb2.SampleOutputs(weights_version=delta.weights_version)
         for handle, scored in delta.scored:
             sample = message.samples.add(sample_index=handle)
             encode_scored(sample.prompt_logprobs.add(), scored)

@@ -21,7 +21,7 @@ _MESSAGE_BYTES = 1024 * 1024  # limit of merging (a client's default receive lim
 
 
 def merged(deltas: list[Delta]) -> Delta:
-    """Return the output of ``deltas``, which are of one sink and in order, as one delta."""
+    """Return the output of ``deltas``, which are of one sink, of the same weights and in order, as one delta."""
     if len(deltas) == 1:
         return deltas[0]
     of_token = np.concatenate([delta.handles for delta in deltas])
@@ -39,6 +39,7 @@ def merged(deltas: list[Delta]) -> Delta:
         finished=[finish for delta in deltas for finish in delta.finished],
         scored=[scored for delta in deltas for scored in delta.scored],
         routed=RoutedExperts.join([delta.routed for delta in deltas]),
+        weights_version=deltas[0].weights_version,
     )
 
 
@@ -87,7 +88,7 @@ class Mailbox:
     async def get(self) -> Any:
         """Return the next item. Raises ``Overloaded`` if the reader was too slow.
 
-        Consecutive deltas are merged. With ``joins_acceptances``, consecutive acceptances are
+        Consecutive deltas of the same weights are merged. With ``joins_acceptances``, consecutive acceptances are
         returned as a list.
         """
         while True:
@@ -115,7 +116,7 @@ class Mailbox:
         taken = _size(item)
         if isinstance(item, Delta):
             deltas = [item]
-            while self._items and isinstance(self._items[0], Delta) and taken < _MESSAGE_BYTES:
+            while self._items and _joins(item, self._items[0]) and taken < _MESSAGE_BYTES:
                 deltas.append(self._items.popleft())
                 taken += _size(deltas[-1])
             item = merged(deltas)
@@ -127,6 +128,11 @@ class Mailbox:
             item = accepted if len(accepted) > 1 else item
         self._bytes -= taken
         return item
+
+
+def _joins(delta: Delta, following: Any) -> bool:
+    """Return whether ``following`` can be sent in one message with ``delta``."""
+    return isinstance(following, Delta) and following.weights_version == delta.weights_version
 
 
 def _size(item: Any) -> int:

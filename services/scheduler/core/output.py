@@ -28,13 +28,16 @@ class Delta:
     finished: list[Finish] = field(default_factory=list)
     scored: list[tuple[int, ScoredTokens]] = field(default_factory=list)  # (handle, prompt tokens); precedes the tokens
     routed: RoutedExperts | None = None  # owners are handles; precedes the ends
+    weights_version: str = ""  # of the weights that generated the tokens; empty: those of the worker's start
 
     def take(self, samples: np.ndarray, rows: np.ndarray) -> "Delta":
         """Return the entries ``samples`` of ``handles`` with their tokens, ``rows``, without ends and prompt tokens."""
         logprobs = self.logprobs[rows] if len(self.logprobs) else NO_FLOATS
         top = None if self.top is None else self.top[rows]
         counts = None if self.counts is None else self.counts[samples]
-        return Delta(self.step, self.handles[samples], self.tokens[rows], logprobs, top, counts)
+        part = Delta(self.step, self.handles[samples], self.tokens[rows], logprobs, top, counts)
+        part.weights_version = self.weights_version
+        return part
 
 
 class Outbox:
@@ -60,11 +63,15 @@ class Outbox:
         """Add the end of a sample."""
         self._finished[sink].append(finish)
 
-    def tokens(self, result: StepResult, sinks: np.ndarray, handles: np.ndarray) -> None:
-        """Add the tokens of one step. ``sinks`` and ``handles`` have one entry for each of ``result.slots``."""
+    def tokens(self, result: StepResult, sinks: np.ndarray, handles: np.ndarray, weights_version: str) -> None:
+        """Add the tokens of one step. ``sinks`` and ``handles`` have one entry for each of ``result.slots``.
+
+        ``weights_version`` is that of the weights that generated them.
+        """
         if len(sinks) == 0:
             return
         delta = Delta(result.step, handles, result.tokens.astype(np.uint32), result.logprobs, result.top)
+        delta.weights_version = weights_version
         if (sinks == sinks[0]).all():
             self._add(int(sinks[0]), delta)
             return

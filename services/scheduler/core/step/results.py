@@ -42,7 +42,7 @@ class Results:
         in_set = state.queue.stop_tokens.contain(slots.stop_set[rows], tokens)
         known = slots.known[rows]
         late_enough = known >= slots.min_known[rows]
-        state.queue.outbox.tokens(result, slots.sink[rows], slots.handle[rows])
+        state.queue.outbox.tokens(result, slots.sink[rows], slots.handle[rows], state.queue.weights_version)
         for row in (matched & ~late_enough).nonzero()[0].tolist():
             try:
                 self._pass_over(int(rows[row]), int(before[row]), int(tokens[row]))
