@@ -120,6 +120,7 @@ class SchedulerServer:
             lambda reason: loop.call_soon_threadsafe(self._fail, FailedPrecondition(reason)),
             dialer,
         )
+        self._hub.weights = lambda: self._link.committed
         access = Access.of(config)
         self._rpc = RpcServer(
             SERVICE,

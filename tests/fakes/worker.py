@@ -177,7 +177,7 @@ class FakeWorker(FakeBroadcasts, worker_pb2_grpc.WorkerServiceServicer):
             version=staged.version,
             directory=staged.directory or f"/uploads/{staged.update_id}",
             update_id=staged.update_id,
-            committed_unix_ns=time.time_ns(),
+            committed_unix_ns=request.committed_unix_ns or time.time_ns(),
             fingerprint=self._content(staged),
             uploaded=not staged.directory,
         )

@@ -43,6 +43,7 @@ ADMIN = {
     "CommitWeights": control_pb2.CommitWeightsRequest(update_id="x"),
     "DiscardWeights": control_pb2.DiscardWeightsRequest(update_id="x"),
     "GetWeights": control_pb2.GetWeightsRequest(),
+    "LeaseUpdates": control_pb2.LeaseUpdatesRequest(),
     "JoinUpdateGroup": broadcast_pb2.JoinUpdateGroupRequest(),
     "LeaveUpdateGroup": broadcast_pb2.LeaveUpdateGroupRequest(name="x"),
     "ReceiveWeights": broadcast_pb2.ReceiveWeightsRequest(version="x" * 257),
@@ -52,14 +53,15 @@ ADMIN = {
 }
 OF_ADMINS = {"Session", "UploadWeights", *ADMIN}
 METHODS = {*OF_ADMINS, *INFERENCE, "reflection"}
-# How calls end that are allowed and do not succeed: there is no such request, mode, directory, header, update, level
-# and part.
+# How calls end that are allowed and do not succeed: there is no such request, mode, directory, header, update, level,
+# holder and part.
 CODES = {
     "CancelRequest": grpc.StatusCode.NOT_FOUND,
     "Pause": grpc.StatusCode.INVALID_ARGUMENT,
     "StageWeights": grpc.StatusCode.INVALID_ARGUMENT,
     "UploadWeights": grpc.StatusCode.INVALID_ARGUMENT,
     "CommitWeights": grpc.StatusCode.FAILED_PRECONDITION,
+    "LeaseUpdates": grpc.StatusCode.INVALID_ARGUMENT,
     "JoinUpdateGroup": grpc.StatusCode.INVALID_ARGUMENT,
     "ReceiveWeights": grpc.StatusCode.INVALID_ARGUMENT,
     "CopySharedWeights": grpc.StatusCode.INVALID_ARGUMENT,

@@ -16,6 +16,7 @@ from services.scheduler.api.mailbox import Mailbox
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.events import Events, PlanEvent
 from services.scheduler.engine.loop import EngineLoop
+from tokasaurus.common.v1 import weights_pb2
 from tokasaurus.scheduler.v1 import observe_pb2
 
 log = structlog.get_logger(__name__)
@@ -36,7 +37,14 @@ class Hub:
         self._sessions: set[int] = set()
         self._watchers: set[asyncio.Queue[PlanEvent]] = set()
         self.engine: EngineLoop  # set by the server
+        self.weights: Callable[[], weights_pb2.Weights]  # of the workers, set by the server
         self.tracing: Tracing | None = None  # set by the server
+
+    def with_weights(self, load: observe_pb2.Load) -> observe_pb2.Load:
+        """Add the weights of the workers to ``load``, if there are workers, and return it."""
+        if load.total_pages:
+            load.weights.CopyFrom(self.weights())
+        return load
 
     def deliver(self, events: Events) -> None:
         """Deliver ``events`` on the event loop. Called by the step loop's thread once for each iteration."""
@@ -97,6 +105,7 @@ class Hub:
                     if (mailbox := self._mailboxes.get(sink)) is not None:
                         mailbox.put(item)
             elif isinstance(item, observe_pb2.Load):
+                self.with_weights(item)
                 for session in self._sessions:
                     self._mailboxes[session].put_load(item)
             else:

@@ -20,6 +20,7 @@ from services.scheduler.api.broadcast import BroadcastUpdates
 from services.scheduler.api.encoding import encode_curve, encode_overview, encode_plan_event
 from services.scheduler.api.generate import GenerateCall
 from services.scheduler.api.hub import Hub
+from services.scheduler.api.lease import UpdateLease
 from services.scheduler.api.model import ServedModel
 from services.scheduler.api.prompt import check_tokens, encode_chat, encode_text
 from services.scheduler.api.send_timeout import SendTimeout
@@ -75,6 +76,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._model = model
         self._grammar_checker = grammar_checker
         self._updates, self._broadcasts, self._sleeps = updates, broadcasts, sleeps
+        self._lease = UpdateLease()
         self._scheduler_id = scheduler_id
         self._send_timeout = send_timeout
         self._access = access or Access()
@@ -104,7 +106,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return observe_pb2.GetModelResponse(model=self._model.message())
 
     async def GetLoad(self, request: observe_pb2.GetLoadRequest, context: AnyContext) -> observe_pb2.GetLoadResponse:
-        load = await self._hub.ask(lambda core: self._hub.engine.load())
+        load = self._hub.with_weights(await self._hub.ask(lambda core: self._hub.engine.load()))
         return observe_pb2.GetLoadResponse(load=load)
 
     async def Forecast(self, request: observe_pb2.ForecastRequest, context: AnyContext) -> observe_pb2.ForecastResponse:
@@ -264,6 +266,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: control_pb2.GetWeightsRequest, context: AnyContext
     ) -> control_pb2.GetWeightsResponse:
         return await self._updates.read(checksums=request.checksums)
+
+    async def LeaseUpdates(
+        self, request: control_pb2.LeaseUpdatesRequest, context: AnyContext
+    ) -> control_pb2.LeaseUpdatesResponse:
+        self._lease.take(request.holder, request.duration_ns)
+        return control_pb2.LeaseUpdatesResponse()
 
     async def Sleep(self, request: sleep_pb2.SleepRequest, context: AnyContext) -> sleep_pb2.SleepResponse:
         level = request.level if request.HasField("level") else 1

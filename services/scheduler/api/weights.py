@@ -31,6 +31,7 @@ class _Staged:
 
     update: Update
     stream: WorkerStream
+    fingerprint: int
     commit_sent: bool = False  # if true, a worker may have committed it, and others may need its files
 
 
@@ -107,6 +108,10 @@ class WeightUpdates:
         response = control_pb2.GetWeightsResponse(weights=next(iter(ranks.values())).weights)
         for address, rank in ranks.items():
             response.ranks.add(address=address, tensors=rank.checksums)
+        if (staged := self._staged) is not None and staged.stream is stream:
+            update = staged.update
+            response.staged.update_id, response.staged.version = update.update_id, update.version
+            response.staged.fingerprint = staged.fingerprint
         return response
 
     async def _upload(
@@ -146,21 +151,20 @@ class WeightUpdates:
 
         ``stream``: the workers that received its upload, or None for an update from a directory.
         """
-        size = await asyncio.shield(asyncio.create_task(self._stage(update, stream)))
-        return control_pb2.StageWeightsResponse(update_id=update.update_id, bytes=size)
+        return await asyncio.shield(asyncio.create_task(self._stage(update, stream)))
 
-    async def _stage(self, update: Update, uploaded_to: WorkerStream | None) -> int:
-        """Stage ``update``, and forget the update that was staged before. Return its size in bytes."""
+    async def _stage(self, update: Update, uploaded_to: WorkerStream | None) -> control_pb2.StageWeightsResponse:
+        """Stage ``update``, and forget the update that was staged before."""
         async with self._changing:
             replaced, self._staged, stream = self._staged, None, self._connected()
             if replaced is not None and replaced.update.uploaded:
                 await self._forget(replaced.update)
             if uploaded_to not in (None, stream):
                 raise _lost()
-            _, size = await asyncio.to_thread(stream.weights.stage, update)
-            self._staged = _Staged(update, stream)
+            fingerprint, size = await asyncio.to_thread(stream.weights.stage, update)
+            self._staged = _Staged(update, stream, fingerprint)
         log.info("weights staged", version=update.version, directory=update.directory or "uploaded", bytes=size)
-        return size
+        return control_pb2.StageWeightsResponse(update_id=update.update_id, bytes=size, fingerprint=fingerprint)
 
     async def _forget_next(self, update: Update) -> None:
         async with self._changing:

@@ -64,12 +64,14 @@ class WorkerWeights:
         fingerprint = next(iter(staged.values())).fingerprint
         return fingerprint, sum(each.bytes for each in staged.values())
 
-    def commit(self, update_id: str) -> weights_pb2.Weights:
+    def commit(self, update_id: str, committed_unix_ns: int = 0) -> weights_pb2.Weights:
         """Commit a staged update on all workers, while no plan is in flight. Return the weights of the first worker.
+
+        ``committed_unix_ns`` is the time of the first commit of an update that is committed again, or 0.
 
         Raises ``TokaError``. Then workers may have different weights, and a new connection makes them equal.
         """
-        request = worker_weights_pb2.CommitWeightsRequest(update_id=update_id)
+        request = worker_weights_pb2.CommitWeightsRequest(update_id=update_id, committed_unix_ns=committed_unix_ns)
         committed = self.call(lambda stub: stub.CommitWeights, request, _COMMIT_TIMEOUT_S)
         weights: weights_pb2.Weights = next(iter(committed.values())).weights
         return weights
@@ -149,7 +151,7 @@ def _ended() -> Unavailable:
 def restore(
     weights: WorkerWeights, infos: Mapping[str, worker_pb2.WorkerInfo], last: weights_pb2.Weights
 ) -> weights_pb2.Weights:
-    """Give all workers the weights that were committed last. Return these.
+    """Give all workers the weights that were committed last, at their first time. Return these.
 
     ``infos`` are those of the workers, by address, and ``last`` are the weights that the scheduler knows. A worker that
     has restarted has those of its start. Raises ``TokaError`` if they cannot be read again.
@@ -166,7 +168,7 @@ def restore(
     if fingerprint != newest.fingerprint:
         weights.discard(update.update_id)
         raise _not_restored(newest, f"the files in {newest.directory} have changed")
-    return weights.commit(update.update_id)
+    return weights.commit(update.update_id, newest.committed_unix_ns)
 
 
 def _not_restored(newest: weights_pb2.Weights, reason: str) -> FailedPrecondition:

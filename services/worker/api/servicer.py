@@ -85,7 +85,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def CommitWeights(
         self, request: worker_weights_pb2.CommitWeightsRequest, context: grpc.ServicerContext
     ) -> worker_weights_pb2.CommitWeightsResponse:
-        version = self._ready_weights().commit(request.update_id)
+        version = self._ready_weights().commit(request.update_id, request.committed_unix_ns)
         return worker_weights_pb2.CommitWeightsResponse(weights=weights_pb2.Weights(**version._asdict()))
 
     def DiscardWeights(

@@ -101,8 +101,10 @@ class ModelWeights:
             self._staged = _Update(update_id, version, path, not directory, staged)
         return staged
 
-    def commit(self, update_id: str) -> WeightsVersion:
+    def commit(self, update_id: str, committed_unix_ns: int = 0) -> WeightsVersion:
         """Write the staged weights over the present ones, between two steps.
+
+        ``committed_unix_ns`` is the time to report, or 0 for the present time.
 
         Raises ``FailedPrecondition`` if the update is not staged or the weights are asleep, ``Unavailable`` if the
         worker ends before it is written, and ``Internal`` if the worker must end.
@@ -128,8 +130,9 @@ class ModelWeights:
                 except Exception as error:
                     raise Internal(f"the weights were written in part ({error!r}); the worker ends") from error
                 fingerprint = update.staged.fingerprint
+                time_ns = committed_unix_ns or time.time_ns()
                 self.version = WeightsVersion(
-                    update.version, update.directory, time.time_ns(), update_id, fingerprint, update.uploaded
+                    update.version, update.directory, time_ns, update_id, fingerprint, update.uploaded
                 )
         log.info("weights replaced", version=update.version, directory=update.directory)
         return self.version
