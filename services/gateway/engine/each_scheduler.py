@@ -88,6 +88,16 @@ async def stream_to_each(
     return await send_to_all(calls, messages, lambda address, error: _error(address, error, since))
 
 
+async def call_one(
+    replica: Replica, method: Method[R], request: Any, *, since: str, timeout_s: float | None = 5.0
+) -> R:
+    """Return the response of one scheduler. Raises its error. The other arguments are those of ``call_each``."""
+    response = await _call(replica, method, request, since, timeout_s)
+    if isinstance(response, TokaError):
+        raise response
+    return response
+
+
 async def _call(
     replica: Replica, method: Method[R], request: Any, since: str, timeout_s: float | None
 ) -> R | TokaError:

@@ -7,6 +7,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.engine.each_scheduler import call_all, call_each, call_together
 from services.gateway.engine.fleet import Fleet
 from services.gateway.rollout import control
+from services.gateway.rollout.lease import updating
 from tokasaurus.common.v1 import weights_pb2
 from tokasaurus.scheduler.v1 import broadcast_pb2, control_pb2
 
@@ -78,7 +79,7 @@ async def receive_and_commit(
     fleet: Fleet, bucket: Bucket, version: str, mode: control.PauseMode
 ) -> tuple[int, str] | None:
     """Receive tensors as ``receive`` does. If none is missing then, commit the update and return None."""
-    async with fleet.updating:
+    async with updating(fleet):
         missing, first = await _receive(fleet, bucket)
         if missing:
             return missing, first
@@ -91,7 +92,7 @@ async def commit(fleet: Fleet, version: str, mode: control.PauseMode) -> None:
 
     Raises the error of a scheduler, which names a tensor that has not arrived.
     """
-    async with fleet.updating:
+    async with updating(fleet):
         await _commit(fleet, version, mode)
 
 

@@ -8,6 +8,7 @@ from services.common.boundaries import undo_on_error_async
 from services.common.errors import TokaError
 from services.gateway.engine.each_scheduler import call_all, call_each, stream_to_each
 from services.gateway.engine.fleet import Fleet
+from services.gateway.rollout.lease import updating
 from tokasaurus.scheduler.v1 import control_pb2, observe_pb2
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -64,7 +65,7 @@ async def update_weights(fleet: Fleet, directory: str, version: str | None, mode
     scheduler. If one cannot stage the weights, nothing has changed. Updates of ``fleet`` run one after the other.
     """
     staging = control_pb2.StageWeightsRequest(directory=directory, version=version)
-    async with fleet.updating:
+    async with updating(fleet):
         staged = await call_each(fleet, lambda stub: stub.StageWeights, staging, since=_SINCE, timeout_s=None)
         return await commit_staged(fleet, staged, mode)
 
@@ -76,7 +77,7 @@ async def upload_weights(
 
     It pauses, commits and raises in the same way as ``update_weights``.
     """
-    async with fleet.updating:
+    async with updating(fleet):
         staged = await stream_to_each(fleet, lambda stub: stub.UploadWeights, messages, since=_UPLOADS_SINCE)
         return await commit_staged(fleet, staged, mode)
 

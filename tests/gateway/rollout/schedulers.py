@@ -83,6 +83,11 @@ class Schedulers:
     async def until_paused(self, index: int) -> None:
         await eventually_async(lambda: self.is_paused(index))
 
+    @property
+    def versions(self) -> list[str]:
+        """The versions of the workers' weights."""
+        return [worker.weights.version for worker in self.workers]
+
     def running_at(self) -> int:
         """Return the number of the scheduler that has unfinished requests."""
         [index] = [

@@ -196,6 +196,9 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             self.staged.add("u")
         return c.StageWeightsResponse(update_id="u")
 
+    async def LeaseUpdates(self, request, context):
+        return c.LeaseUpdatesResponse()
+
     async def DiscardWeights(self, request, context):
         self.staged.discard(request.update_id)
         return c.DiscardWeightsResponse()
@@ -218,7 +221,7 @@ async def upload_to(*schedulers: Scheduler, count: int = MESSAGES) -> None:
             opened.push_async_callback(server.stop, None)
             channel = await opened.enter_async_context(grpc.aio.insecure_channel(address))
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            replicas.append(SimpleNamespace(stub=stub, address=address, metadata=lambda: None))
+            replicas.append(SimpleNamespace(stub=stub, address=address, scheduler_id=address, metadata=lambda: None))
         await control.upload_weights(SimpleNamespace(replicas=replicas, updating=asyncio.Lock()), messages(), "keep")
 
 
@@ -237,6 +240,6 @@ async def test_a_scheduler_without_uploads_is_named():
 
 
 async def test_a_scheduler_that_is_not_connected_is_named_before_the_body_is_read():
-    replica = SimpleNamespace(stub=None, address="there")
+    replica = SimpleNamespace(stub=None, address="there", scheduler_id="")
     with pytest.raises(Unavailable, match="there is not connected"):
         await control.upload_weights(SimpleNamespace(replicas=[replica], updating=asyncio.Lock()), None, "keep")
