@@ -21,6 +21,7 @@ from services.gateway.console.observer import Observer
 from services.gateway.engine.session import Timings
 from services.gateway.http.server import Server
 from services.gateway.openai.gateway import Gateway
+from services.gateway.rollout.repair import WeightsRepair
 
 log = structlog.get_logger(__name__)
 
@@ -66,6 +67,7 @@ async def serve(
     batches.start()
     collect_seldom(COLLECT_AFTER, older_after=(NEVER, NEVER))
     collecting = asyncio.create_task(collect_every(COLLECT_EVERY_S))
+    repairing = asyncio.create_task(WeightsRepair(gateway.fleet).run())
     leave = partial(handover.leave, sockets[0]) if handover is not None else lambda: False
     drain = asyncio.create_task(_drain(stop, leave, gateway, batches, server))
     try:
@@ -77,6 +79,7 @@ async def serve(
     finally:
         drain.cancel()
         collecting.cancel()
+        repairing.cancel()
         await batches.stop()
         await gateway.store.close()
         await gateway.fleet.stop()

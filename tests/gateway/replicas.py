@@ -55,6 +55,7 @@ class Replicas:
             gateway=gateway,
             other_schedulers=tuple(others.addresses),
         )
+        self.addresses = [self.deployment.scheduler_address, *others.addresses]
         self.schedulers = [self.deployment.scheduler, *others.schedulers]
         self.workers = [self.deployment.worker, *others.workers]
 

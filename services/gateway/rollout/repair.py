@@ -1,0 +1,112 @@
+"""Makes the weights of all schedulers equal after an update that was interrupted.
+
+A gateway, a scheduler or a worker may be lost when some schedulers have committed an update and others have not. Every
+gateway compares the weights that its schedulers report. If they stay different, one gateway completes the update.
+"""
+
+import asyncio
+import time
+from typing import NamedTuple
+
+import structlog
+
+from services.common.boundaries import errors_to
+from services.common.errors import FailedPrecondition
+from services.gateway.engine.each_scheduler import call_one
+from services.gateway.engine.fleet import Fleet
+from services.gateway.engine.replica import Replica
+from services.gateway.rollout.lease import updating
+from tokasaurus.common.v1 import weights_pb2
+from tokasaurus.scheduler.v1 import control_pb2
+
+log = structlog.get_logger(__name__)
+
+_SINCE = "1.15"  # version of the contract
+_POLL_S = 0.5
+_PATIENCE_S = 5.0  # trainers over gRPC commit at one scheduler after the other
+_LONGEST_PATIENCE_S = 60.0  # after attempts that failed
+
+
+class _Content(NamedTuple):
+    """The content of weights. Schedulers with equal contents have the same weights."""
+
+    version: str
+    fingerprint: int
+
+    @classmethod
+    def of(cls, weights: weights_pb2.Weights) -> "_Content":
+        return cls(weights.version, weights.fingerprint)
+
+
+class WeightsRepair:
+    """Watches the weights of the schedulers of one gateway. ``run`` is a task that runs as long as the gateway."""
+
+    def __init__(self, fleet: Fleet, patience_s: float = _PATIENCE_S) -> None:
+        """``patience_s`` is the time for which weights must be different, in seconds."""
+        self._fleet = fleet
+        self._patience_s = patience_s
+
+    async def run(self) -> None:
+        """Repair the weights whenever they stay different, until the task is cancelled."""
+        since, patience_s = 0.0, self._patience_s
+        while True:
+            await asyncio.sleep(min(_POLL_S, self._patience_s))
+            if not self._differ():
+                since, patience_s = 0.0, self._patience_s
+                continue
+            since = since or time.monotonic()
+            if time.monotonic() - since < patience_s:
+                continue
+            errors: list[Exception] = []
+            with errors_to(errors.append):
+                await repair(self._fleet)
+            for error in errors:
+                log.warning("schedulers have different weights", reason=str(error))
+                patience_s = min(2 * patience_s, _LONGEST_PATIENCE_S)
+            since = 0.0
+
+    def _differ(self) -> bool:
+        loads = [each.load for each in self._fleet.replicas if each.load is not None]
+        return len({_Content.of(load.weights) for load in loads if load.HasField("weights")}) > 1
+
+
+async def repair(fleet: Fleet) -> None:
+    """Give all connected schedulers the weights that were committed last at any of them.
+
+    Raises ``FailedPrecondition`` during an update, and the error of a scheduler that cannot read these weights.
+    """
+    connected = [each for each in fleet.replicas if each.load is not None and each.load.HasField("weights")]
+    async with updating(fleet, connected):
+        request = control_pb2.GetWeightsRequest()
+        found = {each: await call_one(each, lambda stub: stub.GetWeights, request, since=_SINCE) for each in connected}
+        newest = max((each.weights for each in found.values()), key=lambda weights: weights.committed_unix_ns)
+        for replica, response in found.items():
+            if _Content.of(response.weights) != _Content.of(newest):
+                await _complete(replica, response.staged, newest)
+
+
+async def _complete(replica: Replica, staged: control_pb2.StagedWeights, newest: weights_pb2.Weights) -> None:
+    """Give one scheduler the weights ``newest``. ``staged`` is the update that it has staged, if any."""
+    update_id = staged.update_id
+    if _Content(staged.version, staged.fingerprint) != _Content.of(newest):
+        update_id = await _stage(replica, newest)
+    request = control_pb2.CommitWeightsRequest(update_id=update_id, mode=control_pb2.PAUSE_MODE_KEEP)
+    await call_one(replica, lambda stub: stub.CommitWeights, request, since=_SINCE, timeout_s=None)
+    log.info("weights repaired", scheduler=replica.address, version=newest.version)
+
+
+async def _stage(replica: Replica, newest: weights_pb2.Weights) -> str:
+    """Stage the files of ``newest``, and return the id of the update.
+
+    Raises ``FailedPrecondition`` if the files have changed, and the error of the scheduler.
+    """
+    request = control_pb2.StageWeightsRequest(directory=newest.directory, version=newest.version)
+    staged = await call_one(replica, lambda stub: stub.StageWeights, request, since=_SINCE, timeout_s=None)
+    if staged.fingerprint == newest.fingerprint:
+        return staged.update_id
+    discarding = control_pb2.DiscardWeightsRequest(update_id=staged.update_id)
+    await call_one(replica, lambda stub: stub.DiscardWeights, discarding, since=_SINCE)
+    raise FailedPrecondition(
+        f"scheduler {replica.address} has not the weights {newest.version!r} of the others, and the files in"
+        f" {newest.directory} have changed; repeat the update"
+    )

@@ -1,0 +1,129 @@
+"""Processes that are lost at each stage of an update: afterwards all schedulers have the same weights.
+
+The test makes the calls of a gateway until the stage, and makes none afterwards. Another gateway is left.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from services.common.errors import FailedPrecondition
+from services.gateway.engine.fleet import Fleet
+from services.gateway.rollout import control
+from services.gateway.rollout.repair import WeightsRepair, repair
+from tests.gateway.deployment import PATIENCE_S, eventually_async
+from tests.gateway.rollout.schedulers import Schedulers, cancelled
+from tokasaurus.common.v1 import weights_pb2
+from tokasaurus.scheduler.v1 import control_pb2 as c
+from tokasaurus.scheduler.v1 import scheduler_pb2_grpc
+
+STAGES = {"staged at some": (1, 0), "staged at all": (2, 0), "committed at some": (2, 1), "committed at all": (2, 2)}
+LOST = [
+    "gateway", "first scheduler", "last scheduler", "first worker", "last worker", "last scheduler and worker",
+    "first scheduler and worker",
+]  # fmt: skip
+
+
+@asynccontextmanager
+async def stub_of(address: str):
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield scheduler_pb2_grpc.SchedulerServiceStub(channel)
+
+
+async def stage(address: str, number: int) -> str:
+    async with stub_of(address) as stub:
+        staging = c.StageWeightsRequest(directory=f"/weights/{number}", version=f"v{number}")
+        return (await stub.StageWeights(staging)).update_id
+
+
+async def upload(address: str, number: int) -> str:
+    described = weights_pb2.UploadedTensor(name="norm", dtype="F32", shape=[1])
+    chunk = weights_pb2.TensorChunk(name="norm", data=bytes([number, 0, 0, 0]))
+    messages = [
+        c.UploadWeightsRequest(header=c.UploadHeader(version=f"v{number}", tensors=[described])),
+        c.UploadWeightsRequest(chunk=chunk),
+    ]
+    async with stub_of(address) as stub:
+        return (await stub.UploadWeights(iter(messages))).update_id
+
+
+async def update_until(addresses: Sequence[str], staged: int, committed: int, source=stage) -> None:
+    """Make the calls of an update to v2, at the first ``staged`` and ``committed`` schedulers."""
+    ids = [await source(address, 2) for address in addresses[:staged]]
+    if staged == len(addresses):
+        for address in addresses:
+            async with stub_of(address) as stub:
+                await stub.Pause(c.PauseRequest(mode=c.PAUSE_MODE_KEEP, limit_ns=10**8))
+    for address, update_id in list(zip(addresses, ids, strict=False))[:committed]:
+        async with stub_of(address) as stub:
+            await stub.CommitWeights(c.CommitWeightsRequest(update_id=update_id))
+
+
+async def lose(schedulers: Schedulers, lost: str) -> None:
+    """End processes, and start them again."""
+    index = 0 if "first" in lost else 1
+    if "scheduler" in lost:
+        await schedulers.stop(index)
+    if "worker" in lost:
+        schedulers.workers[index].crash()
+    if "scheduler" in lost:
+        await schedulers.start(index)
+
+
+async def settled(schedulers: Schedulers, expected: str) -> None:
+    """Wait until all workers have the version ``expected``, and check that all schedulers know it and compute."""
+    [fleet] = schedulers.fleets
+    repairing = asyncio.create_task(WeightsRepair(fleet, patience_s=0.05).run())
+    try:
+        await eventually_async(lambda: set(schedulers.versions) == {expected})
+        await schedulers.until_ready(fleet)
+        known = await control.read_weights(fleet, checksums=False)
+        assert {each["version"] for each in known} == {expected}
+        await unpaused(fleet)
+    finally:
+        await cancelled(repairing)
+
+
+async def unpaused(fleet: Fleet) -> None:
+    """Wait until the limit of the update's pauses ends them."""
+    async with asyncio.timeout(PATIENCE_S):
+        while await control.is_paused(fleet):
+            pass
+
+
+@pytest.mark.parametrize("lost", LOST)
+@pytest.mark.parametrize("stage_name", STAGES)
+async def test_after_a_loss_at_any_stage_all_schedulers_have_one_version(stage_name, lost):
+    staged, committed = STAGES[stage_name]
+    async with Schedulers.running() as schedulers:
+        await control.update_weights(schedulers.fleets[0], "/weights/1", "v1", "keep")
+        await update_until(schedulers.addresses, staged, committed)
+        await lose(schedulers, lost)
+        forgotten = committed == 1 and lost == "first scheduler and worker"  # no process knows the new weights
+        await settled(schedulers, "v2" if committed and not forgotten else "v1")
+
+
+@pytest.mark.parametrize("lost", ["gateway", "last worker"])
+async def test_uploads_are_completed_from_what_is_staged_or_from_the_file_of_another_worker(lost):
+    async with Schedulers.running() as schedulers:
+        await control.update_weights(schedulers.fleets[0], "/weights/1", "v1", "keep")
+        await update_until(schedulers.addresses, 2, 1, upload)
+        first, last = schedulers.workers
+        last.disk[first.weights.directory] = 2 if lost == "last worker" else None
+        await lose(schedulers, lost)
+        await settled(schedulers, "v2")
+
+
+async def test_schedulers_are_left_as_they_are_if_the_files_have_changed():
+    async with Schedulers.running() as schedulers:
+        await update_until(schedulers.addresses, 2, 1)
+        [fleet], last = schedulers.fleets, schedulers.workers[1]
+        last.disk["/weights/2"] = 3
+        await stage(schedulers.addresses[1], 4)  # it replaces the update
+        with pytest.raises(FailedPrecondition, match="have changed"):
+            await repair(fleet)
+        assert schedulers.versions == ["v2", ""]
+        assert last.staged is None
