@@ -6,6 +6,8 @@ gateway compares the weights that its schedulers report. If they stay different,
 
 import asyncio
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import structlog
@@ -51,34 +53,43 @@ class WeightsRepair:
         since, patience_s = 0.0, self._patience_s
         while True:
             await asyncio.sleep(min(_POLL_S, self._patience_s))
-            if not self._differ():
+            if not (different := find_different(self._fleet.replicas)):
                 since, patience_s = 0.0, self._patience_s
                 continue
             since = since or time.monotonic()
             if time.monotonic() - since < patience_s:
                 continue
             errors: list[Exception] = []
-            with errors_to(errors.append):
-                await repair(self._fleet)
+            for replicas in different:
+                with errors_to(errors.append):
+                    await repair(self._fleet, replicas)
             for error in errors:
                 log.warning("schedulers have different weights", reason=str(error))
                 patience_s = min(2 * patience_s, _LONGEST_PATIENCE_S)
             since = 0.0
 
-    def _differ(self) -> bool:
-        loads = [each.load for each in self._fleet.replicas if each.load is not None]
-        return len({_Content.of(load.weights) for load in loads if load.HasField("weights")}) > 1
+
+def find_different(replicas: Sequence[Replica]) -> list[list[Replica]]:
+    """Return the connected replicas of each model whose replicas report different weights."""
+    by_model: dict[str, list[Replica]] = defaultdict(list)
+    for replica in replicas:
+        if replica.model is not None and replica.load is not None and replica.load.HasField("weights"):
+            by_model[replica.model.id].append(replica)
+    return [group for group in by_model.values() if len({_reported(each) for each in group}) > 1]
 
 
-async def repair(fleet: Fleet) -> None:
-    """Give all connected schedulers the weights that were committed last at any of them.
+def _reported(replica: Replica) -> _Content | None:
+    return None if replica.load is None else _Content.of(replica.load.weights)
+
+
+async def repair(fleet: Fleet, replicas: Sequence[Replica]) -> None:
+    """Give all ``replicas``, which are connected, the weights that were committed last at any of them.
 
     Raises ``FailedPrecondition`` during an update, and the error of a scheduler that cannot read these weights.
     """
-    connected = [each for each in fleet.replicas if each.load is not None and each.load.HasField("weights")]
-    async with updating(fleet, connected):
+    async with updating(fleet, replicas):
         request = control_pb2.GetWeightsRequest()
-        found = {each: await call_one(each, lambda stub: stub.GetWeights, request, since=_SINCE) for each in connected}
+        found = {each: await call_one(each, lambda stub: stub.GetWeights, request, since=_SINCE) for each in replicas}
         newest = max((each.weights for each in found.values()), key=lambda weights: weights.committed_unix_ns)
         for replica, response in found.items():
             if _Content.of(response.weights) != _Content.of(newest):

@@ -6,6 +6,7 @@ The test makes the calls of a gateway until the stage, and makes none afterwards
 import asyncio
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -13,12 +14,12 @@ import pytest
 from services.common.errors import FailedPrecondition
 from services.gateway.engine.fleet import Fleet
 from services.gateway.rollout import control
-from services.gateway.rollout.repair import WeightsRepair, repair
+from services.gateway.rollout.repair import WeightsRepair, find_different, repair
 from tests.gateway.deployment import PATIENCE_S, eventually_async
 from tests.gateway.rollout.schedulers import Schedulers, cancelled
 from tokasaurus.common.v1 import weights_pb2
 from tokasaurus.scheduler.v1 import control_pb2 as c
-from tokasaurus.scheduler.v1 import scheduler_pb2_grpc
+from tokasaurus.scheduler.v1 import observe_pb2, scheduler_pb2_grpc
 
 STAGES = {"staged at some": (1, 0), "staged at all": (2, 0), "committed at some": (2, 1), "committed at all": (2, 2)}
 LOST = [
@@ -124,6 +125,18 @@ async def test_schedulers_are_left_as_they_are_if_the_files_have_changed():
         last.disk["/weights/2"] = 3
         await stage(schedulers.addresses[1], 4)  # it replaces the update
         with pytest.raises(FailedPrecondition, match="have changed"):
-            await repair(fleet)
+            await repair(fleet, fleet.replicas)
         assert schedulers.versions == ["v2", ""]
         assert last.staged is None
+
+
+def replica(model: str, version: str | None, fingerprint: int = 0) -> SimpleNamespace:
+    weights = None if version is None else weights_pb2.Weights(version=version, fingerprint=fingerprint)
+    return SimpleNamespace(model=SimpleNamespace(id=model), load=observe_pb2.Load(weights=weights))
+
+
+def test_only_replicas_of_the_same_model_are_compared():
+    same = [replica("a", "v1", 1), replica("b", "v2", 2), replica("a", "v1", 1), replica("a", None)]
+    assert find_different([*same, SimpleNamespace(model=None, load=None)]) == []
+    other = replica("b", "v2", 3)
+    assert find_different([*same, other]) == [[same[1], other]]
