@@ -1,4 +1,4 @@
-"""``/health``, ``/ready``, ``/ping`` and ``/metrics``: for supervisors and dashboards."""
+"""``/health``, ``/health_generate``, ``/ready``, ``/ping`` and ``/metrics``: for supervisors and dashboards."""
 
 from fastapi import Request, Response
 from fastapi.responses import PlainTextResponse
@@ -19,6 +19,12 @@ metrics_router = Router(scope=ADMIN)
 async def health() -> Response:
     """Return 200 while this process answers, whatever the schedulers do."""
     return response(200, {"status": "ok"})
+
+
+@router.get("/health_generate")
+async def health_generate(request: Request) -> Response:
+    """Return 200 if the gateway can serve a request now, else 503, under SGLang's name. Nothing is generated."""
+    return await ready(request)
 
 
 @router.get("/ping", response_class=PlainTextResponse)

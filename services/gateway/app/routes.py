@@ -23,12 +23,16 @@ from services.gateway.openai.responses import routes as responses
 from services.gateway.openai.router import Router
 from services.gateway.rollout import broadcast_routes, sleep_routes
 from services.gateway.rollout import routes as rollout
+from services.gateway.sglang import info
+from services.gateway.sglang import routes as sglang
 
 CLIENT_ROUTERS = (
     anthropic.router,
     completions.router,
     chat.router,
     responses.router,
+    sglang.router,
+    info.router,
     tokens.router,
     models.router,
     file_routes.router,
@@ -46,6 +50,7 @@ OPERATOR_ROUTERS = (
     rollout.router,
     broadcast_routes.router,
     sleep_routes.router,
+    info.operators_router,
     console.live,
 )
 

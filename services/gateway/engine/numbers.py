@@ -14,7 +14,7 @@ import numpy as np
 
 from services.common.errors import Unavailable
 
-_COUNT = 32768
+_COUNT = 65536
 
 
 class Numbers:

@@ -193,7 +193,7 @@ class Answer:
                 self._log_text(choice, text)
                 stop_reason = None if reason is None else choice.stop_reason
                 weights = () if choice.ending is None else choice.ending.weights
-                piece = Piece(text, entries, token_ids, weights=weights, stop_reason=stop_reason)
+                piece = Piece(text, entries, token_ids, weights=weights, stop_reason=stop_reason, ending=choice.ending)
                 if choice.ending is not None and choice.experts is not None:
                     experts = await self.gateway.text.in_thread(self._experts, choice)
                     piece = piece._replace(routed_experts=experts)

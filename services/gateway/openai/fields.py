@@ -28,7 +28,7 @@ def in_range(name: str) -> Any:
     return Field(gt=least, le=most) if exclusive else Field(ge=least, le=most)
 
 
-def _as_prompts(value: Any) -> Any:
+def as_prompts(value: Any) -> Any:
     """Return a prompt in any of OpenAI's four forms as a list of prompts. Token ids become arrays of uint32."""
     if isinstance(value, (str, np.ndarray)):  # an array holds the token ids of a large body
         return [value]
@@ -104,7 +104,7 @@ def _not_zero(tokens: int) -> int:
 
 Prompts = Annotated[
     list[str] | list[np.ndarray],
-    PlainValidator(_as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    PlainValidator(as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
 ]
 Stops = Annotated[tuple[str, ...], PlainValidator(_as_stops, json_schema_input_type=str | list[str] | None)]
 Metadata = Annotated[

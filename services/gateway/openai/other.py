@@ -15,7 +15,7 @@ router = Router()
 @router.get("/version")
 async def get_version(request: Request) -> Response:
     """Return the version of this server."""
-    return response(200, {"version": _version()})
+    return response(200, {"version": server_version()})
 
 
 @router.post("/v1/embeddings")
@@ -28,5 +28,6 @@ async def create_embedding(request: Request) -> Response:
 
 
 @cache
-def _version() -> str:
+def server_version() -> str:
+    """Return the version of this server."""
     return version("tokasaurus")

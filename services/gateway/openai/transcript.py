@@ -33,6 +33,7 @@ class Piece(NamedTuple):
     weights: tuple[tuple[str, int], ...] = ()  # in the last piece: ``SampleEnding.weights``
     stop_reason: str | int | None = None  # in the last piece: the stop string or token id that ended the choice
     routed_experts: str | None = None  # in the last piece
+    ending: SampleEnding | None = None  # in the last piece of a stream
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
