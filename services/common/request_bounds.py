@@ -13,4 +13,6 @@ MAX_GROUP_HOST = 255  # characters of the address of the trainer's store
 MAX_GROUP_RANKS = 65_536
 MAX_GROUP_SECONDS = 86_400  # that a process waits for the others
 
+MAX_TENSOR_VALUES = 4_000_000  # that are read from a tensor at once; in float32 they fit into a message of 16 MiB
+
 MAX_WEIGHTS_VERSION = 256  # characters of the name of new weights

@@ -8,8 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import numpy as np
 import openai
 import pytest
+from safetensors.torch import load_file
 
 from bench.server import Server, serve
 from tests.checkpoints import make_checkpoint
@@ -56,6 +58,25 @@ def checksums(server: Server) -> list[dict]:
     return [worker["checksums"] for scheduler in schedulers for worker in scheduler["workers"]]
 
 
+NAMES = (
+    "model.embed_tokens.weight",
+    "model.layers.0.self_attn.k_proj.weight",
+    "model.layers.1.self_attn.o_proj.weight",
+    "model.layers.2.mlp.gate_proj.weight",
+    "model.norm.weight",
+)
+
+
+def check_tensors(server: Server, checkpoint: Path, schedulers: int) -> None:
+    """Compare tensors in the memory of the workers of each scheduler with those of ``checkpoint``."""
+    tensors = load_file(checkpoint / "model.safetensors")
+    for name in NAMES:
+        body = {"name": name, "truncate_size": 20}
+        found = httpx.post(f"{server.base_url}/get_weights_by_name", json=body, timeout=TIMEOUT_S).json()
+        for each in found if schedulers > 1 else [found]:
+            np.testing.assert_allclose(each, tensors[name][:20].float().numpy(), rtol=0.01, err_msg=name)
+
+
 def is_complete(server: Server) -> bool:
     """Return whether every scheduler has its workers."""
     return httpx.get(f"{server.base_url}/weights", timeout=TIMEOUT_S).status_code == 200
@@ -89,6 +110,7 @@ def test_after_an_update_answers_are_those_of_a_fresh_deployment(checkpoints, si
         response = update(server, checkpoints / "1", "first")
         assert (response.status_code, response.json()["weight_version"]) == (200, "first"), response.text
         after, sums = asyncio.run(answers(server)), checksums(server)
+        check_tensors(server, checkpoints / "1", sizes.get("dp_size", 1))
         refused = update(server, checkpoints / "none", "second")
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model_path")
         assert checksums(server) == sums

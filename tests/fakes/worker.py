@@ -28,6 +28,7 @@ from services.common.rpc.server import RpcServer
 from services.worker.engine.traces import PrefillTraces
 from tests.fakes.broadcasts import FakeBroadcasts
 from tests.fakes.model import FakeModel, FakeShape, Script, Violation, parrot_script, reply_script
+from tests.fakes.tensors import FakeTensors
 from tokasaurus.common.v1 import weights_pb2
 from tokasaurus.worker.v1 import plan_pb2, sleep_pb2, worker_pb2, worker_pb2_grpc
 from tokasaurus.worker.v1 import weights_pb2 as worker_weights_pb2
@@ -41,7 +42,7 @@ class _Plans(asyncio.Queue):
     unanswered = 0
 
 
-class FakeWorker(FakeBroadcasts, worker_pb2_grpc.WorkerServiceServicer):
+class FakeWorker(FakeTensors, FakeBroadcasts, worker_pb2_grpc.WorkerServiceServicer):
     """One worker at one address, alone or as one rank of several. Owned and driven by one asyncio loop.
 
     ``violations`` collects broken contracts: a test asserts that it stays empty.

@@ -13,6 +13,7 @@ from tokasaurus.scheduler.v1 import (
     session_pb2,
     shared_weights_pb2,
     sleep_pb2,
+    tensor_pb2,
 )
 
 
@@ -44,6 +45,7 @@ ADMIN = {
     "DiscardWeights": control_pb2.DiscardWeightsRequest(update_id="x"),
     "GetWeights": control_pb2.GetWeightsRequest(),
     "LeaseUpdates": control_pb2.LeaseUpdatesRequest(),
+    "ReadTensor": tensor_pb2.ReadTensorRequest(name="x", rows=1),
     "JoinUpdateGroup": broadcast_pb2.JoinUpdateGroupRequest(),
     "LeaveUpdateGroup": broadcast_pb2.LeaveUpdateGroupRequest(name="x"),
     "ReceiveWeights": broadcast_pb2.ReceiveWeightsRequest(version="x" * 257),
@@ -53,10 +55,11 @@ ADMIN = {
 }
 OF_ADMINS = {"Session", "UploadWeights", *ADMIN}
 METHODS = {*OF_ADMINS, *INFERENCE, "reflection"}
-# How calls end that are allowed and do not succeed: there is no such request, mode, directory, header, update, level,
-# holder and part.
+# How calls end that are allowed and do not succeed: there is no such request, tensor, mode, directory, header, update,
+# level, holder and part.
 CODES = {
     "CancelRequest": grpc.StatusCode.NOT_FOUND,
+    "ReadTensor": grpc.StatusCode.NOT_FOUND,
     "Pause": grpc.StatusCode.INVALID_ARGUMENT,
     "StageWeights": grpc.StatusCode.INVALID_ARGUMENT,
     "UploadWeights": grpc.StatusCode.INVALID_ARGUMENT,

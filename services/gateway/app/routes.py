@@ -21,7 +21,7 @@ from services.gateway.openai import chat, completions, other, stored_chats, toke
 from services.gateway.openai.responses import conversations
 from services.gateway.openai.responses import routes as responses
 from services.gateway.openai.router import Router
-from services.gateway.rollout import broadcast_routes, sleep_routes
+from services.gateway.rollout import broadcast_routes, sleep_routes, tensor_routes
 from services.gateway.rollout import routes as rollout
 from services.gateway.sglang import info
 from services.gateway.sglang import routes as sglang
@@ -50,6 +50,7 @@ OPERATOR_ROUTERS = (
     rollout.router,
     broadcast_routes.router,
     sleep_routes.router,
+    tensor_routes.router,
     info.operators_router,
     console.live,
 )

@@ -47,6 +47,7 @@ from tokasaurus.scheduler.v1 import (
     session_pb2,
     shared_weights_pb2,
     sleep_pb2,
+    tensor_pb2,
 )
 
 log = structlog.get_logger(__name__)
@@ -272,6 +273,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> control_pb2.LeaseUpdatesResponse:
         self._lease.take(request.holder, request.duration_ns)
         return control_pb2.LeaseUpdatesResponse()
+
+    async def ReadTensor(
+        self, request: tensor_pb2.ReadTensorRequest, context: AnyContext
+    ) -> tensor_pb2.ReadTensorResponse:
+        return await self._updates.read_tensor(request.name, request.rows)
 
     async def Sleep(self, request: sleep_pb2.SleepRequest, context: AnyContext) -> sleep_pb2.SleepResponse:
         level = request.level if request.HasField("level") else 1

@@ -11,6 +11,7 @@ import structlog
 from services.common.boundaries import undo_on_error_async
 from services.common.errors import FailedPrecondition, InvalidRequest, TokaError, Unavailable
 from services.common.memory_parts import MemoryPart
+from services.common.packed import fill
 from services.common.request_bounds import MAX_WEIGHTS_VERSION
 from services.common.rpc.channel import task_is_cancelled
 from services.scheduler.api.hub import Hub
@@ -20,7 +21,7 @@ from services.scheduler.workers.stream import WorkerStream
 from services.scheduler.workers.upload import Uploader
 from services.scheduler.workers.weights import Update
 from tokasaurus.common.v1 import weights_pb2
-from tokasaurus.scheduler.v1 import control_pb2
+from tokasaurus.scheduler.v1 import control_pb2, tensor_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -112,6 +113,13 @@ class WeightUpdates:
             update = staged.update
             response.staged.update_id, response.staged.version = update.update_id, update.version
             response.staged.fingerprint = staged.fingerprint
+        return response
+
+    async def read_tensor(self, name: str, rows: int) -> tensor_pb2.ReadTensorResponse:
+        """Return the first ``rows`` rows of the checkpoint's tensor ``name``. Raises ``TokaError``."""
+        values = await asyncio.to_thread(self._connected().weights.read_rows, name, rows)
+        response = tensor_pb2.ReadTensorResponse(shape=values.shape)
+        fill(response, "values", values.reshape(-1))
         return response
 
     async def _upload(

@@ -1,21 +1,24 @@
 """Calls about weights to all workers of a replica."""
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
+import numpy as np
 
 from services.common.errors import FailedPrecondition, TokaError, Unavailable
 from services.common.rpc.status import from_rpc_error
 from tokasaurus.common.v1 import weights_pb2
+from tokasaurus.worker.v1 import tensor_pb2, worker_pb2, worker_pb2_grpc
 from tokasaurus.worker.v1 import weights_pb2 as worker_weights_pb2
-from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
 _STAGE_TIMEOUT_S = 1800.0  # for files on a slow disk
 _COMMIT_TIMEOUT_S = 300.0
 _CHECKSUMS_TIMEOUT_S = 600.0
+_TENSOR_TIMEOUT_S = 60.0
 _TIMEOUT_S = 10.0
 
 Stubs = Mapping[str, worker_pb2_grpc.WorkerServiceStub]  # by address
@@ -110,6 +113,20 @@ class WorkerWeights:
         """Return the weights of each worker by address. Raises ``TokaError``."""
         request = worker_weights_pb2.GetWeightsRequest(checksums=checksums)
         return self.call(lambda stub: stub.GetWeights, request, _CHECKSUMS_TIMEOUT_S if checksums else _TIMEOUT_S)
+
+    def read_rows(self, name: str, rows: int) -> np.ndarray:
+        """Return the first ``rows`` rows of the checkpoint's tensor ``name``, float32, from all workers.
+
+        Raises the error of a worker.
+        """
+        request = tensor_pb2.ReadTensorRequest(name=name, rows=rows)
+        found = self.call(lambda stub: stub.ReadTensor, request, _TENSOR_TIMEOUT_S)
+        shape = tuple(next(iter(found.values())).shape)
+        whole = np.full(math.prod(shape), np.nan, np.float32)
+        for response in found.values():
+            if len(response.values):
+                whole = np.where(np.isnan(whole), np.asarray(response.values, np.float32), whole)
+        return whole.reshape(shape)
 
     def call(self, method: Callable[[Any], Callable[..., Any]], request: object, timeout_s: float) -> dict[str, Any]:
         """Send ``request`` to each worker. Return the responses by address.

@@ -10,6 +10,7 @@ import structlog
 from services.common.boundaries import errors_to, undo_on_error
 from services.common.errors import Cancelled, FailedPrecondition, InvalidRequest, TokaError, Unavailable
 from services.common.memory_parts import check_level, read_parts, write_parts
+from services.common.packed import fill
 from services.worker.api.broadcast import read_address, run_while_connected
 from services.worker.api.shared_weights import read_shared
 from services.worker.api.stream import Stream, Superseded
@@ -102,6 +103,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         response = worker_weights_pb2.GetWeightsResponse(weights=weights_pb2.Weights(**version._asdict()))
         for name, checksum in checksums:
             response.checksums.add(name=name, blake2b=checksum)
+        return response
+
+    def ReadTensor(
+        self, request: tensor_pb2.ReadTensorRequest, context: grpc.ServicerContext
+    ) -> tensor_pb2.ReadTensorResponse:
+        found = self._ready_weights().read_rows(request.name, request.rows)
+        response = tensor_pb2.ReadTensorResponse(shape=found.shape)
+        if found.values is not None:
+            fill(response, "values", found.values.numpy().reshape(-1))
         return response
 
     def PrepareUpload(

@@ -17,8 +17,8 @@ from services.worker.described.foreign import choose_implementation, refuse_miss
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
 from services.worker.layers.factory import make_kernels, make_linear
-from services.worker.models import staging, weights
-from services.worker.models.base import ModelSource, RankModel, Staged
+from services.worker.models import reading, staging, weights
+from services.worker.models.base import ModelSource, RankModel, Staged, TensorRows
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.received import ReceivedTensors
 
@@ -74,6 +74,9 @@ class NativeSource(ModelSource):
 
     def apply(self, staged: Staged, model: RankModel) -> None:
         staging.apply(staged, _own(model))
+
+    def read_rows(self, model: RankModel, name: str, rows: int) -> TensorRows:
+        return reading.read_rows(_own(model), self.described, name, rows)
 
 
 def _own(model: RankModel) -> DecoderModel:

@@ -20,7 +20,7 @@ from services.worker.engine.arrivals import Arrivals
 from services.worker.engine.broadcast import Broadcasts
 from services.worker.engine.shared_weights import SharedWeights
 from services.worker.engine.uploads import Uploads
-from services.worker.models.base import Staged
+from services.worker.models.base import Staged, TensorRows
 from services.worker.runner.base import Runner
 from tokasaurus.common.v1 import weights_pb2
 
@@ -190,15 +190,25 @@ class ModelWeights:
             self._receivers.arrivals.forget()
             self._receivers.uploads.keep_only(self.settled_version().update_id)
 
+    def read_rows(self, name: str, rows: int) -> TensorRows:
+        """Return the first ``rows`` rows of the checkpoint's tensor ``name``, between two updates.
+
+        Raises ``NotFound``, ``InvalidRequest`` if the rows have too many values, and ``FailedPrecondition`` if the
+        weights are asleep, were dropped, or are those of a model that runs through transformers.
+        """
+        if not rows:
+            raise InvalidRequest("expected at least 1", field="rows")
+        with self.changing:
+            self._check_present()
+            return self._loaded.source.read_rows(self._loaded.model, name, rows)
+
     def checksums(self) -> tuple[WeightsVersion, list[tuple[str, str]]]:
         """Return the version, and name and checksum of each tensor in the order of names, between two updates.
 
         Raises ``FailedPrecondition`` if the weights are asleep, or were dropped.
         """
         with self.changing:
-            self._check_awake()
-            if self._loaded.memory is not None and self._loaded.memory.dropped:
-                raise FailedPrecondition("the weights were dropped by a sleep; wake all parts, or replace the weights")
+            self._check_present()
             state = self._loaded.model.state_dict()
             return self.version, [(name, _checksum(state[name])) for name in sorted(state)]
 
@@ -212,6 +222,11 @@ class ModelWeights:
         if self._receivers is None:
             raise _without_directories()
         return self._receivers
+
+    def _check_present(self) -> None:
+        self._check_awake()
+        if self._loaded.memory is not None and self._loaded.memory.dropped:
+            raise FailedPrecondition("the weights were dropped by a sleep; wake all parts, or replace the weights")
 
     def _check_awake(self) -> None:
         if self._loaded.memory is not None and MemoryPart.WEIGHTS in self._loaded.memory.asleep:

@@ -1,7 +1,7 @@
 """Linear layers in 8-bit floating point, with one scale per row of the input and per row of the weight."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -109,6 +109,10 @@ class QuantizedRows:
         self._weight.copy_(rows)
         self._scale.copy_(scale.t())
 
+    def copy_to(self, rows: torch.Tensor) -> None:
+        """Copy the first values, multiplied by their scales, to ``rows [rows, inputs]`` float32."""
+        rows.copy_(self._weight[: len(rows)].float() * self._scale.t()[: len(rows)])
+
 
 class MultiTarget:
     """Load target that copies a tensor into several targets."""
@@ -124,6 +128,21 @@ class MultiTarget:
         """Copy ``tensor`` into all targets."""
         for target in self._targets:
             target.copy_(tensor)
+
+    def copy_to(self, rows: torch.Tensor) -> None:
+        """Copy the first rows of the first target to ``rows``, float32."""
+        copy_rows(self._targets[0], rows)
+
+
+def copy_rows(target: Any, rows: torch.Tensor) -> None:
+    """Copy the first rows of a load target to ``rows``, float32 on any device.
+
+    ``rows`` has the shape of the target, except for the number of rows. Values that other ranks hold are not written.
+    """
+    if isinstance(target, torch.Tensor):
+        rows.copy_(target[: len(rows)])
+    else:
+        target.copy_to(rows)
 
 
 def refuse_unquantizable(config: ModelConfig, dtype: torch.dtype, device: torch.device, tp_size: int = 1) -> None:

@@ -37,6 +37,13 @@ class Staged(NamedTuple):
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
+class TensorRows(NamedTuple):
+    """The first rows of a checkpoint's tensor, as far as a rank holds them."""
+
+    shape: tuple[int, ...]
+    values: torch.Tensor | None  # float32 on the host, NaN where another rank holds the value. None: all are elsewhere
+
+
 class RankModel(nn.Module, ABC):
     """The share of a model that a rank holds. Its weights are read-only after the boot."""
 
@@ -147,6 +154,13 @@ class ModelSource(ABC):
     def apply(self, staged: Staged, model: RankModel) -> None:
         """Write ``staged`` over the weights of ``model``, in place. No step may run."""
         raise _irreplaceable()
+
+    def read_rows(self, model: RankModel, name: str, rows: int) -> TensorRows:
+        """Return the first ``rows`` rows of the checkpoint's tensor ``name``, from the weights of ``model``.
+
+        Raises ``NotFound``, ``InvalidRequest`` if the rows have too many values, and ``FailedPrecondition``.
+        """
+        raise FailedPrecondition("the weights of a model that runs through transformers cannot be read by name")
 
 
 def _irreplaceable() -> FailedPrecondition:

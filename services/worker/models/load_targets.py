@@ -1,7 +1,7 @@
 """Load targets: the destinations of a checkpoint's tensors, which may be stored in another form or in part."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -11,6 +11,9 @@ from services.worker.described.heads import query_order, value_order
 from services.worker.described.naming import CheckpointTensor, Part
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import RankShare, evenly, kv_heads_of, vocabulary_of
+from services.worker.layers.fp8 import copy_rows
+
+Conversion: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 _NORMS = {norm for names in NORMS.values() for norm in names} | {"norm", "q_norm", "k_norm"}
 
@@ -41,17 +44,33 @@ class SliceTarget:
         span = slice(self._share.start, self._share.start + self._share.size)
         self.target.copy_(stored[:, span] if self._dimension else stored[span])
 
+    def copy_to(self, rows: torch.Tensor) -> None:
+        """Copy the share to the first rows of the whole tensor, ``rows`` float32."""
+        span = slice(self._share.start, self._share.start + self._share.size)
+        part = rows[:, span] if self._dimension else rows[span]
+        if part.numel():
+            copy_rows(self.target, part)
+
 
 class ConvertedTarget:
-    """A load target that stores ``convert(tensor)`` in ``target``. ``shape`` is that of the tensor."""
+    """A load target that stores ``convert(tensor)`` in ``target``. ``shape`` is that of the tensor.
 
-    def __init__(self, target: Any, shape: torch.Size, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    ``invert`` returns the tensor from the stored values, except for rounding.
+    """
+
+    def __init__(self, target: Any, shape: torch.Size, convert: Conversion, invert: Conversion) -> None:
         self.shape, self.device = shape, target.device
-        self._target, self._convert = target, convert
+        self._target, self._convert, self._invert = target, convert, invert
 
     def copy_(self, tensor: torch.Tensor) -> None:
         """Convert and store ``tensor``, in float32 to round once only."""
         self._target.copy_(self._convert(tensor.float()))
+
+    def copy_to(self, rows: torch.Tensor) -> None:
+        """Copy the first rows of the tensor to ``rows``, float32."""
+        stored = torch.empty(self._target.shape, dtype=torch.float32)
+        copy_rows(self._target, stored)
+        rows.copy_(self._invert(stored)[: len(rows)])
 
 
 class PartTargets:
@@ -76,6 +95,13 @@ class PartTargets:
             if tensor.shape != target.shape:
                 raise ValueError(f"{part.name} has shape {list(tensor.shape)}, its target {list(target.shape)}")
             target.copy_(tensor)
+
+    def copy_to(self, rows: torch.Tensor) -> None:
+        """Copy the parts to the first rows of the stored tensor, ``rows`` float32."""
+        for part, target in self._parts:
+            if (isinstance(part.rows, int) and part.rows >= len(rows)) or not (found := _part(rows, part)).numel():
+                continue
+            copy_rows(target, found)
 
 
 def _part(stored: Any, part: Part) -> torch.Tensor:
@@ -128,7 +154,9 @@ def _conversions(targets: Mapping[str, Any], config: ModelConfig) -> dict[str, A
 
 
 def _scaled(target: Any, factor: float, offset: float = 0.0) -> ConvertedTarget:
-    return ConvertedTarget(target, target.shape, lambda tensor: (tensor + offset) * factor)
+    return ConvertedTarget(
+        target, target.shape, lambda tensor: (tensor + offset) * factor, lambda tensor: tensor / factor - offset
+    )
 
 
 def _with_heads(target: Any, dimension: int, order: list[int], stored: int, factor: float = 1.0) -> ConvertedTarget:
@@ -137,6 +165,7 @@ def _with_heads(target: Any, dimension: int, order: list[int], stored: int, fact
     heads = shape[dimension] // len(order)
     shape[dimension] = heads * stored
     index = torch.tensor([element if element >= 0 else stored for element in order])
+    places = torch.tensor([order.index(element) for element in range(stored)])
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         split = tensor.unflatten(dimension, (heads, stored))
@@ -144,7 +173,12 @@ def _with_heads(target: Any, dimension: int, order: list[int], stored: int, fact
         chosen = torch.cat((split, zeros), dimension + 1).index_select(dimension + 1, index.to(tensor.device))
         return chosen.flatten(dimension, dimension + 1) * factor
 
-    return ConvertedTarget(target, torch.Size(shape), convert)
+    def invert(tensor: torch.Tensor) -> torch.Tensor:
+        split = tensor.unflatten(dimension, (heads, len(order)))
+        found: torch.Tensor = split.index_select(dimension + 1, places).flatten(dimension, dimension + 1) / factor
+        return found
+
+    return ConvertedTarget(target, torch.Size(shape), convert, invert)
 
 
 def slice_targets(targets: Mapping[str, Any], config: ModelConfig, ranks: Ranks) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class LoadTarget(Protocol):
     """Destination of a checkpoint tensor: a tensor, or an object that stores it in another form.
 
     A target that needs only a part of the tensor also has ``read``. Its argument is the result of ``get_slice`` of
-    ``safetensors``.
+    ``safetensors``. ``copy_rows`` is the inverse of ``copy_``.
     """
 
     shape: torch.Size
