@@ -25,6 +25,7 @@ from services.gateway.rollout import broadcast_routes, sleep_routes, tensor_rout
 from services.gateway.rollout import routes as rollout
 from services.gateway.sglang import info
 from services.gateway.sglang import routes as sglang
+from services.gateway.vllm import generate as vllm
 
 CLIENT_ROUTERS = (
     anthropic.router,
@@ -33,6 +34,7 @@ CLIENT_ROUTERS = (
     responses.router,
     sglang.router,
     info.router,
+    vllm.router,
     tokens.router,
     models.router,
     file_routes.router,

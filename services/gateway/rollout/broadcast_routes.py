@@ -4,10 +4,10 @@ from datetime import UTC, datetime
 from typing import Annotated, ClassVar, Literal
 
 from fastapi import Request, Response
-from pydantic import Field, Tag
+from pydantic import Field, Tag, model_validator
 
 from services.common.boundaries import undo_on_error_async
-from services.common.errors import UnsupportedParameter
+from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.common.keys import ADMIN
 from services.common.request_bounds import MAX_GROUP_HOST, MAX_GROUP_NAME, MAX_GROUP_RANKS, MAX_GROUP_SECONDS
 from services.gateway.http.errors import response
@@ -113,10 +113,22 @@ class VllmUpdateBody(Body):
 
     nested: ClassVar[tuple[str, ...]] = ("update_info",)
 
-    update_info: Annotated[
-        Annotated[ipc.IpcUpdateInfo, Tag("#ipc")] | Annotated[UpdateInfo, Tag("#group")],
-        ipc.by_backend("ipc_handles", "ipc_handles_pickled"),
-    ] = Field(description="The tensors. With ipc_handles, workers copy them out of memory that the trainer shares.")
+    update_info: (
+        Annotated[
+            Annotated[ipc.IpcUpdateInfo, Tag("#ipc")] | Annotated[UpdateInfo, Tag("#group")],
+            ipc.by_backend("ipc_handles", "ipc_handles_pickled"),
+        ]
+        | None
+    ) = optional("The tensors. With ipc_handles, workers copy them out of memory that the trainer shares.")
+    weight_dir: Annotated[str, Field(min_length=1, max_length=4096)] | None = optional(
+        "prime-rl's parameter: a directory, as model_path of /update_weights_from_disk."
+    )
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> "VllmUpdateBody":
+        if (self.update_info is None) == (self.weight_dir is None):
+            raise ValueError("update_info: send either update_info or weight_dir")
+        return self
 
 
 class StartUpdateBody(Body):
@@ -215,10 +227,19 @@ async def update_weights(request: Request) -> Response:
     """Receive tensors that rank 0 broadcasts, as vLLM does. Weights change at ``/finish_weight_update``.
 
     With ``ipc_handles``, the workers copy the tensors out of memory that the trainer shares. The response is sent when
-    they have copied them.
+    they have copied them. With ``weight_dir``, replace the weights by those of a directory at once, as prime-rl's
+    server does.
     """
     body = await read_optional(request, VllmUpdateBody)
     info, fleet = body.update_info, gateway_of(request).fleet
+    if info is None:
+        updating = control.update_weights(fleet, body.weight_dir or "", None, "keep")
+        try:
+            version = await while_connected(request.receive, updating)
+        except InvalidRequest as error:
+            error.field = "weight_dir" if error.field == "directory" else error.field
+            raise
+        return response(200, {"status": "ok"} | updated(version), ignored_header(body))
     if isinstance(info, ipc.IpcUpdateInfo):
         await while_connected(request.receive, ipc.copy(fleet, info.message()))
         return response(200, {"message": "Weights updated"}, ignored_header(body))

@@ -19,7 +19,7 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.sleep import Sleeper
 from services.worker.engine.weights import ModelWeights
 from tokasaurus.common.v1 import weights_pb2
-from tokasaurus.worker.v1 import broadcast_pb2, shared_weights_pb2, sleep_pb2, worker_pb2, worker_pb2_grpc
+from tokasaurus.worker.v1 import broadcast_pb2, shared_weights_pb2, sleep_pb2, tensor_pb2, worker_pb2, worker_pb2_grpc
 from tokasaurus.worker.v1 import weights_pb2 as worker_weights_pb2
 
 log = structlog.get_logger(__name__)
