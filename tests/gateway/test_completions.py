@@ -157,3 +157,16 @@ async def test_the_async_sdk_works_as_well(deployment, model):
     async with deployment.async_sdk() as client:
         completion = await client.completions.create(model=model, prompt="x", max_tokens=5)
     assert completion.usage.completion_tokens == 5
+
+
+def test_tokens_are_written_as_ids(deployment):
+    """TRL's client reads them."""
+    common = {"max_tokens": 4, "seed": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    [choice] = deployment.complete(prompt="x", logprobs=2, **common).json()["choices"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert all(name.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"] for name in top)
+    chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 1}
+    [choice] = deployment.post("/v1/chat/completions", chat | common).json()["choices"]
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in choice["token_ids"]]
+    assert content[0]["top_logprobs"][0]["token"].startswith("token_id:")

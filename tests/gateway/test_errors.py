@@ -178,7 +178,6 @@ def test_a_wrong_chat_request(deployment, body, param):
         {"stop_regex": ["[0-9]+"]},
         {"no_repeat_ngram_size": 2},
         {"prompt_embeds": "AAAA"},
-        {"return_tokens_as_token_ids": True},
         {"max_output_tokens": 5},
     ],
 )

@@ -14,6 +14,7 @@ from services.gateway.openai.chat_shape import ChatShape, MakeReader
 from services.gateway.openai.chat_storing import ChatKeeper, StoredChatShape
 from services.gateway.openai.compiler import RequestCompiler
 from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.logprobs import names_of_tokens
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.router import Router
 from services.gateway.openai.schemas import ChatBody
@@ -65,7 +66,7 @@ async def create_chat_completion(gateway: Gateway, posted: Posted, caller: Calle
     shape = make_shape(
         asked.request_id,
         asked.facts,
-        gateway.text.token_text if asked.settings.logprobs and not asked.settings.packed_logprobs else None,
+        names_of_tokens(gateway.text, body) if asked.settings.logprobs and not asked.settings.packed_logprobs else None,
         include_usage=body.wants_usage,
         running_usage=body.wants_running_usage,
         make_reader=asked.make_reader,

@@ -13,6 +13,7 @@ from services.gateway.http.request import Caller, Posted
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.compiler import RequestCompiler
 from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.logprobs import names_of_tokens
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.router import Router
 from services.gateway.openai.schemas import CompletionBody
@@ -43,7 +44,9 @@ async def create_completion(gateway: Gateway, posted: Posted, caller: Caller) ->
     shape = CompletionShape(
         caller.request_id,
         compiler.facts,
-        gateway.text.token_text if body.logprobs is not None and not draft.settings.packed_logprobs else None,
+        names_of_tokens(gateway.text, body)
+        if body.logprobs is not None and not draft.settings.packed_logprobs
+        else None,
         include_usage=body.wants_usage,
         running_usage=body.wants_running_usage,
     )

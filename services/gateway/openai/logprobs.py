@@ -9,12 +9,22 @@ import numpy as np
 from services.common.text.vocabulary import Vocabulary
 from services.gateway.engine.active_request import ActiveSample
 from services.gateway.engine.codec import PromptScores, TokenLogprob
+from services.gateway.engine.text import TextEngine
+from services.gateway.openai.schemas import GenerationBody
 from services.gateway.openai.transcript import Piece, TokenEntry
 
 TokenText = Callable[[int], tuple[str, bytes]]
 
 # OpenAI's stand-in for minus infinity, which JSON does not have.
 LOWEST = -9999.0
+
+
+def names_of_tokens(text: TextEngine, body: GenerationBody) -> TokenText:
+    """Return the function that returns the text and the bytes of a token, or ``token_id:ID`` as its text."""
+    token_text = text.token_text
+    if not body.return_tokens_as_token_ids:
+        return token_text
+    return lambda token_id: (f"token_id:{token_id}", token_text(token_id)[1])
 
 
 def mean_logprob(choice: ActiveSample) -> float:

@@ -138,6 +138,9 @@ class GenerationBody(GrammarBody, SamplingBody):
         "false: special tokens appear in the text by name. Not allowed with stop."
     )
     return_token_ids: bool | None = optional("true: return token_ids in each choice, and prompt_token_ids.")
+    return_tokens_as_token_ids: bool | None = optional(
+        "true: tokens in logprobs are written as token_id:ID instead of their texts."
+    )
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = optional(
         "Return the log-probabilities of the prompt's tokens, with this number of alternatives."
         " Not allowed with stream."
