@@ -9,7 +9,7 @@ from pydantic import Field, PlainValidator, model_validator
 from services.common.errors import UnsupportedParameter
 from services.common.json_scan import Bulk
 from services.common.logprobs_mode import PROCESSED
-from services.common.request_bounds import MAX_BIASES, MAX_STOP_TOKENS
+from services.common.request_bounds import MAX_STOP_TOKENS
 from services.gateway.openai.body import Body, Elsewhere, optional
 from services.gateway.openai.fields import MAX_PROMPTS, Bias, Stops, TokenId, as_prompts, in_range
 from services.gateway.openai.grammar.body import Text
@@ -29,7 +29,7 @@ COMPLETION_NAMES = {
     "regex": "guided_regex",
     "ebnf": "guided_grammar",
 }
-_NOT_IN_A_COMPLETION = ("no_stop_trim", "spaces_between_special_tokens")
+_NOT_IN_A_COMPLETION = ("no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens")
 
 
 def _as_texts(value: Any) -> list[str]:
@@ -54,8 +54,6 @@ Ids = Annotated[list[np.ndarray], PlainValidator(_as_ids, json_schema_input_type
 
 class GenerateSampling(Body):
     """``sampling_params`` of ``POST /generate``. The defaults are SGLang's, and not those of the model."""
-
-    bulks: ClassVar[Mapping[str, Bulk]] = {"logit_bias": Bulk(MAX_BIASES)}
 
     max_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         default=128,
@@ -83,9 +81,7 @@ class GenerateSampling(Body):
     )
     ignore_eos: bool | None = optional("true: the model's end tokens do not end the answer.")
     no_stop_trim: bool | None = optional("true: the text includes the stop string or stop token that ended it.")
-    skip_special_tokens: bool | None = optional(
-        "false: special tokens appear in the text by name. Not allowed with stop."
-    )
+    skip_special_tokens: bool | None = optional("false: special tokens appear in the text by name.")
     spaces_between_special_tokens: bool | None = optional("Accepted: no spaces are ever added.")
     logit_bias: Bias | None = optional("Values that are added to the logits of tokens, by token id.")
     sampling_seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = optional(

@@ -6,7 +6,6 @@ from dataclasses import replace
 from fastapi import Response
 
 from services.common.errors import InvalidRequest, TokaError
-from services.common.text.vocabulary import Vocabulary
 from services.gateway.engine.request import PromptRequest
 from services.gateway.http.request import Caller, Posted
 from services.gateway.openai.answer import Answer
@@ -14,7 +13,6 @@ from services.gateway.openai.compiler import RequestCompiler
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.router import Router
-from services.gateway.openai.schemas import CompletionBody
 from services.gateway.sglang.body import COMPLETION_NAMES, GenerateBody
 from services.gateway.sglang.shape import GenerateShape, Wanted
 
@@ -26,7 +24,7 @@ _NAMES = {ours: f"sampling_params.{theirs}" for theirs, ours in COMPLETION_NAMES
     "prompt_logprobs_start": "logprob_start_len",
     "routed_experts_prompt_start": "routed_experts_start_len",
 }
-_NAMES |= {name: f"sampling_params.{name}" for name in ("logit_bias", "n", "skip_special_tokens", "stop_token_ids")}
+_NAMES |= {name: f"sampling_params.{name}" for name in ("logit_bias", "n", "stop_token_ids")}
 _NAME = re.compile(rf"\b({'|'.join(sorted(_NAMES, key=len, reverse=True))})\b(?==|:)")
 
 router = Router()
@@ -51,15 +49,17 @@ async def _generate(gateway: Gateway, body: GenerateBody, size: int, caller: Cal
     completion = await gateway.text.worked(size, body.completion, most_tokens)
     compiler = await RequestCompiler.of(gateway, completion, len(body.prompts))
     draft = await compiler.draft(completion, caller, is_chat=False)
+    # Completions refuse this with stop strings, which are removed by their bytes. Here, the whole text is compared.
+    shows_specials = body.sampling_params.skip_special_tokens is False
+    draft = draft._replace(settings=replace(draft.settings, special_tokens=shows_specials))
     prompts = body.input_ids or await compiler.encode(draft, body.text or [], add_special_tokens=True)
     seed = caller.retry_seed if completion.seed is None else completion.seed
     name = body.rid if isinstance(body.rid, str) else caller.request_id
     requests = await gateway.text.in_thread(
         lambda: _named(compiler.prompt_requests(draft, prompts, name, field="prompt", seed=seed), body.rid)
     )
-    shape = GenerateShape(
-        name, compiler.facts, gateway.text.token_text, _vocabulary(gateway, completion), _wanted(body)
-    )
+    vocabulary = gateway.text.vocabulary.with_specials if shows_specials else gateway.text.vocabulary
+    shape = GenerateShape(name, compiler.facts, gateway.text.token_text, vocabulary, _wanted(body))
     return await Answer(gateway, requests, shape, ignored_header(body), caller).respond(stream=body.stream)
 
 
@@ -68,11 +68,6 @@ def _named(requests: list[PromptRequest], ids: str | list[str] | None) -> list[P
     if not isinstance(ids, list):
         return requests
     return [replace(request, request_id=each) for request, each in zip(requests, ids, strict=True)]
-
-
-def _vocabulary(gateway: Gateway, body: CompletionBody) -> Vocabulary:
-    vocabulary = gateway.text.vocabulary
-    return vocabulary.with_specials if body.skip_special_tokens is False else vocabulary
 
 
 def _wanted(body: GenerateBody) -> Wanted:

@@ -74,9 +74,10 @@ def test_every_event_of_a_stream_has_the_answer_so_far(deployment):
     assert events[-1] == whole
 
 
+@pytest.mark.parametrize("skip_special_tokens", [True, False])  # slime's default is False
 @pytest.mark.parametrize("kind", ["string", "token"])
-def test_the_text_ends_before_the_stop_and_the_tokens_include_it(deployment, kind):
-    params = {"max_new_tokens": 40, "sampling_seed": 3}
+def test_the_text_ends_before_the_stop_and_the_tokens_include_it(deployment, kind, skip_special_tokens):
+    params = {"max_new_tokens": 40, "sampling_seed": 3, "skip_special_tokens": skip_special_tokens}
     free = generate(deployment, input_ids=IDS, sampling_params=params)
     if kind == "token":
         stop = free["output_ids"][20]
