@@ -24,6 +24,7 @@ from services.common.model.files import (
     resolve,
 )
 from services.common.model.gguf_file import is_gguf
+from services.common.model.quantized.checkpoint import quantization_of, read_checkpoint
 from services.worker.described.checkpoint import checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
 from services.worker.described.foreign import choose_implementation, refuse_missing_library
@@ -33,7 +34,6 @@ from services.worker.described.refusals import (
     refuse_cuda_only_flags,
     refuse_fp8_cache,
     refuse_fp8_products,
-    refuse_quantized_checkpoint,
     refuse_unquantizable_sizes,
     refuse_unrecordable_experts,
     refuse_unsupported_cuda_sizes,
@@ -186,14 +186,15 @@ def check_weights(config: DeploymentConfig, directory: Path, described: ModelCon
     if config.load_format == "dummy":
         yield ok("weights", "load_format=dummy: none are read")
         return
+    shards: list[CheckpointShard] = []
+    broken = False
     try:
-        refuse_quantized_checkpoint(read_config(directory))
+        quantization = quantization_of(directory)
+        found = list(read_checkpoint(directory))
     except InvalidRequest as error:
         yield from_error("weights", error.message)
         return
-    shards: list[CheckpointShard] = []
-    broken = False
-    for each in read_shards(directory):
+    for each in found:
         if isinstance(each, BrokenFile):
             broken = True
             yield fail("weights", each.text, each.fix)
@@ -211,6 +212,8 @@ def check_weights(config: DeploymentConfig, directory: Path, described: ModelCon
     formats = ", ".join(dict.fromkeys(name for shard in shards for name in shard.formats))
     if is_gguf(directory):
         formats = f"GGUF with {formats}, converted to dtype when it is read"
+    elif quantization is not None:
+        formats = f"{quantization.method} with {formats}, converted to dtype when it is read"
     yield ok(
         "weights", f"{len(shards)} file{'s' * (len(shards) != 1)}, {amount(size)}, complete, {formats}", bytes=size
     )
@@ -229,4 +232,4 @@ def _compare(stored: Mapping[str, tuple[int, ...]], described: ModelConfig) -> I
         yield fail("weights", text, "config.json and the weights do not belong together: fetch both again")
     if unexpected:
         text = f"{len(unexpected)} tensors have no place in this architecture, e.g. {unexpected[0]}"
-        yield fail("weights", text, "fetch weights that are not quantised, with their config.json")
+        yield fail("weights", text, "fetch the weights and config.json again: they do not belong together")

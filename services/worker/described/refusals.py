@@ -3,14 +3,11 @@
 Each function raises ``InvalidRequest``. Without torch, so that ``toka-doctor`` can run them before a start.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.flags import cuda_only
-from services.common.model.json_object import JsonObject
 from services.worker.described.config import ModelConfig
 
 # First compute capability for which Triton converts from and to float8_e4m3fn.
@@ -40,18 +37,6 @@ def refuse_numba_settings() -> None:
         raise InvalidRequest(
             f"{_NUMBA_SETTINGS.absolute()}: numba would take its settings from this file in the current directory,"
             " and the name of a directory with code to run; start in another directory, or remove the file"
-        )
-
-
-def refuse_quantized_checkpoint(config: Mapping[str, Any]) -> None:
-    """Raise ``InvalidRequest`` if ``config``, that of ``config.json``, describes stored weights that are quantized."""
-    settings = JsonObject("config.json", config).object("quantization_config")
-    if settings.values:
-        raise InvalidRequest(
-            f"config.json: quantization_config has quant_method={settings.text('quant_method', 'unknown')!r}, and"
-            " quantized checkpoints are not supported; choose a checkpoint of the model in bfloat16, which"
-            " quantization=fp8 quantizes at the start",
-            field="model",
         )
 
 

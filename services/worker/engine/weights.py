@@ -21,6 +21,7 @@ from services.worker.engine.broadcast import Broadcasts
 from services.worker.engine.shared_weights import SharedWeights
 from services.worker.engine.uploads import Uploads
 from services.worker.models.base import Staged, TensorRows
+from services.worker.models.staging import refuse_quantized
 from services.worker.runner.base import Runner
 from tokasaurus.common.v1 import weights_pb2
 
@@ -234,7 +235,9 @@ class ModelWeights:
 
     def _read(self, path: str, *, uploaded: bool) -> Staged:
         try:
-            return self._loaded.source.stage(self._permitted(path), self._loaded.model)
+            permitted = self._permitted(path)
+            refuse_quantized(permitted)
+            return self._loaded.source.stage(permitted, self._loaded.model)
         except InvalidRequest as error:
             error.field = "header.tensors" if uploaded else error.field
             raise

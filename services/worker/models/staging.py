@@ -9,22 +9,39 @@ import safetensors
 import torch
 
 from services.common.errors import FailedPrecondition, InvalidRequest
-from services.common.model.checkpoint_files import CheckpointShard, StoredTensor, read_shards, weight_paths
+from services.common.model.checkpoint_files import CheckpointShard, StoredTensor
+from services.common.model.json_object import JsonObject, read_json
+from services.common.model.quantized.checkpoint import read_checkpoint
 from services.worker.arena.host_copy import empty_on_host, free_on_host
 from services.worker.described.checkpoint import checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
 from services.worker.models import weights
 from services.worker.models.base import Staged
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.gguf_shard import open_shard
+from services.worker.models.quantized_shards import weight_files
 
 UPLOAD = "the upload"  # place of a tensor in errors
 _FACTOR = 0x9E3779B97F4A7C15  # odd, and close to the golden ratio times 2^64
 _POSITIONS = np.arange(1 << 17, dtype=np.uint64) * np.uint64(0xB0A2FA93E88556EA) + np.uint64(1)  # odd
 
 
+def refuse_quantized(directory: Path) -> None:
+    """Raise ``InvalidRequest`` if ``config.json`` in ``directory`` says that the weights of an update are quantized."""
+    settings = JsonObject("config.json", read_json(directory / "config.json")).object("quantization_config")
+    if settings.values:
+        method = settings.text("quant_method", "unknown")
+        raise InvalidRequest(
+            f"{directory}: config.json has quantization_config.quant_method={method!r}, and weights of an update must"
+            " not be quantized; write them in bfloat16 or float32, without this key: quantization=fp8 quantizes them as"
+            " they are written",
+            field="directory",
+        )
+
+
 def stage(directory: Path, model: DecoderModel, described: ModelConfig) -> Staged:
-    """Return the checkpoint tensors in ``directory`` that ``model`` uses, in their stored dtype.
+    """Return the checkpoint tensors in ``directory`` that ``model`` uses, in their stored dtype, or in float32.
+
+    Tensors that are quantized are converted to float32.
 
     ``described`` is the description that the checkpoint fits. The files may be replaced afterwards. Raises
     ``InvalidRequest``, which names the tensor, if a file is broken or a tensor is missing, unexpected, of another shape
@@ -85,8 +102,8 @@ def _read(directory: Path, model: DecoderModel, described: ModelConfig) -> Stage
     known, wanted = checkpoint_shapes(described).keys(), model.targets().keys()
     tensors: dict[str, torch.Tensor] = {}
     fingerprint, free = 0, free_on_host(_wanted_bytes(directory, wanted))
-    for path in weight_paths(directory):
-        with open_shard(path) as shard:
+    for path, opened in weight_files(directory):
+        with opened() as shard:
             for name in shard.keys():  # noqa: SIM118 (not a mapping)
                 _check_place(path, name, known, described)
                 if name not in known:
@@ -109,7 +126,7 @@ def _read(directory: Path, model: DecoderModel, described: ModelConfig) -> Stage
 
 def _wanted_bytes(directory: Path, wanted: Collection[str]) -> int:
     """Return the size of the ``wanted`` tensors in ``directory``, whose files were checked."""
-    shards = (shard for shard in read_shards(directory) if isinstance(shard, CheckpointShard))
+    shards = (shard for shard in read_checkpoint(directory) if isinstance(shard, CheckpointShard))
     return sum(each.nbytes for shard in shards for name, each in shard.tensors.items() if name in wanted)
 
 

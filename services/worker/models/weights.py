@@ -1,4 +1,4 @@
-"""Loading of weights from safetensors or GGUF files, one tensor at a time, and random weights."""
+"""Loading of weights from safetensors or GGUF files, quantized or not, one tensor at a time, and random weights."""
 
 import contextlib
 import math
@@ -12,15 +12,13 @@ import torch
 
 from services.common.errors import InvalidRequest
 from services.common.model.broken_file import BrokenFile
-from services.common.model.checkpoint_files import FLOATS, StoredTensor, read_shards, weight_paths
-from services.common.model.gguf_file import is_gguf
-from services.common.model.json_object import read_json
+from services.common.model.checkpoint_files import FLOATS, StoredTensor
+from services.common.model.quantized.checkpoint import read_checkpoint
 from services.worker.described.checkpoint import EMBEDDING, HEAD, checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
-from services.worker.described.refusals import refuse_quantized_checkpoint
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.experts import Experts
-from services.worker.models.gguf_shard import open_shard
+from services.worker.models.quantized_shards import weight_files
 
 # Standard deviation that models are commonly initialised with before training.
 _DEVIATION = 0.02
@@ -48,14 +46,13 @@ def check(directory: Path, model: ModelConfig) -> None:
     """Compare the headers of the weight files in ``directory`` with ``model``, before memory is allocated.
 
     Raises ``InvalidRequest`` if a file is broken, or a tensor is missing or has an unexpected shape or dtype, if the
-    weights are quantized, or if the head has other weights than the embedding to which ``config.json`` ties it.
+    weights are quantized in a way that is not supported, or if the head has other weights than the embedding to which
+    ``config.json`` ties it.
     """
-    if not is_gguf(directory):
-        refuse_quantized_checkpoint(read_json(directory / "config.json"))
     expected = checkpoint_shapes(model)
     missing = set(expected)
     places: dict[str, Path] = {}  # the files of the embedding and the head
-    for shard in read_shards(directory):
+    for shard in read_checkpoint(directory):
         if isinstance(shard, BrokenFile):
             raise shard
         places |= {name: shard.path for name in (EMBEDDING, HEAD) if name in shard.tensors}
@@ -65,7 +62,7 @@ def check(directory: Path, model: ModelConfig) -> None:
             missing.discard(name)
             check_stored(shard.path, name, stored, expected[name])
     check_missing(directory, missing)
-    if model.tied_embeddings and HEAD in places and not _are_equal(places):
+    if model.tied_embeddings and HEAD in places and not _are_equal(directory):
         raise InvalidRequest(
             f"{places[HEAD]}: {HEAD} differs from {EMBEDDING}, and config.json ties them; set tie_word_embeddings to"
             f" false in config.json to use both, or remove {HEAD}",
@@ -82,9 +79,9 @@ def load(directory: Path, targets: Mapping[str, LoadTarget], model: ModelConfig)
     known = checkpoint_shapes(model).keys()
     missing = set(targets)
     unexpected: list[str] = []
-    for path in weight_paths(directory):
+    for path, opened in weight_files(directory):
         try:
-            with open_shard(path) as shard:
+            with opened() as shard:
                 for name in shard.keys():  # noqa: SIM118 (not a mapping)
                     if name in targets:
                         _fill(targets[name], shard, name, path)
@@ -123,10 +120,14 @@ def load_dummy(model: DecoderModel, seed: int) -> None:
             _skew(layer.mlp.router)
 
 
-def _are_equal(places: Mapping[str, Path]) -> bool:
-    """Return whether two tensors have equal shapes and values. ``places`` maps their names to their files."""
+def _are_equal(directory: Path) -> bool:
+    """Return whether the embedding and the head in ``directory`` have equal shapes and values."""
     with contextlib.ExitStack() as files:
-        first, second = (files.enter_context(open_shard(path)).get_slice(name) for name, path in places.items())
+        shards = [files.enter_context(opened()) for _, opened in weight_files(directory)]
+        first, second = (
+            next(shard.get_slice(name) for shard in shards if name in shard.keys())  # noqa: SIM118 (not a mapping)
+            for name in (EMBEDDING, HEAD)
+        )
         shape = first.get_shape()
         return second.get_shape() == shape and all(
             torch.equal(first[rows : rows + _COMPARED_ROWS].float(), second[rows : rows + _COMPARED_ROWS].float())
