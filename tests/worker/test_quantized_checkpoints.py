@@ -11,6 +11,7 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from services.cli.doctor.findings import Level
 from services.common.errors import InvalidRequest
 from services.common.model.json_object import read_json
 from services.worker.described.ranks import Ranks
@@ -19,6 +20,7 @@ from services.worker.layers.fp8 import quantize_rows
 from services.worker.models import weights
 from services.worker.models.quantized_shards import weight_files
 from tests import quantized_files as files
+from tests.cli.looking import only
 from tests.quantized_files import Store, compressed
 from tests.worker.parallel.test_loading import grid, load
 from tests.worker.test_generation import greedy, prompt_of
@@ -282,6 +284,21 @@ def test_fp8_of_rows_stays_as_it_was(quantized):
     tensors = files.load_file(directory / "model.safetensors")
     again = quantize_rows(files.load_file(exact / "model.safetensors")[name])
     assert torch.equal(again.rows.float(), tensors[name].float())
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_biases_that_the_architecture_lacks_must_be_zero(value, quantized, tmp_path):
+    """AutoGPTQ writes a bias for each module."""
+    directory, exact = quantized("gptq-32")
+    directory = shutil.copytree(directory, tmp_path / "model")
+    files.change_tensors(directory, **{"model.layers.0.mlp.up_proj.bias": torch.full((256,), value).half()})
+    check(directory)
+    assert only("weights", directory).level is Level.OK
+    if value:
+        with pytest.raises(InvalidRequest, match=r"1 tensors have no place .* model\.layers\.0\.mlp\.up_proj\.bias"):
+            logits_of(directory, TOKENS)
+    else:
+        torch.testing.assert_close(logits_of(directory, TOKENS), logits_of(exact, TOKENS), atol=1e-4, rtol=0)
 
 
 def test_a_tied_head_must_have_the_values_of_the_embedding(quantized, tmp_path):

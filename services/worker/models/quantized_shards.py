@@ -32,6 +32,11 @@ class QuantizedShards:
         """Return the names of the tensors."""
         return [name for name in self._files if name not in self._used] + list(self._found)
 
+    def is_zero_bias(self, name: str) -> bool:
+        """Return whether ``name`` is the bias of a quantized module and zero. AutoGPTQ writes it for each module."""
+        module, _, part = name.rpartition(".")
+        return part == "bias" and f"{module}.weight" in self._found and not self._files[name].get_tensor(name).any()
+
     def get_slice(self, name: str) -> Any:
         """Return a tensor that is not read yet."""
         if name not in self._found:

@@ -18,7 +18,7 @@ from services.worker.described.checkpoint import EMBEDDING, HEAD, checkpoint_sha
 from services.worker.described.config import ModelConfig
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.experts import Experts
-from services.worker.models.quantized_shards import weight_files
+from services.worker.models.quantized_shards import QuantizedShards, weight_files
 
 # Standard deviation that models are commonly initialised with before training.
 _DEVIATION = 0.02
@@ -86,7 +86,7 @@ def load(directory: Path, targets: Mapping[str, LoadTarget], model: ModelConfig)
                     if name in targets:
                         _fill(targets[name], shard, name, path)
                         missing.discard(name)
-                    elif name not in known and not is_ignored(name, model):
+                    elif name not in known and not is_ignored(name, model) and not _is_zero_bias(shard, name):
                         unexpected.append(name)
         except (safetensors.SafetensorError, OSError) as error:
             raise InvalidRequest(f"{path} cannot be read: {error}; fetch the file again", field="model") from error
@@ -133,6 +133,10 @@ def _are_equal(directory: Path) -> bool:
             torch.equal(first[rows : rows + _COMPARED_ROWS].float(), second[rows : rows + _COMPARED_ROWS].float())
             for rows in range(0, shape[0], _COMPARED_ROWS)
         )
+
+
+def _is_zero_bias(shard: Any, name: str) -> bool:
+    return isinstance(shard, QuantizedShards) and shard.is_zero_bias(name)
 
 
 def _skew(router: torch.Tensor) -> None:
