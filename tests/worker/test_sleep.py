@@ -46,7 +46,7 @@ def sleeper_of(booted: Booted, *directories: Path) -> tuple[Sleeper, ModelWeight
 CASES = [
     ("llama", {}, {}),
     ("llama", {}, {"load_format": "dummy"}),
-    ("llama", {"tied": True}, {"quantization": "fp8"}),
+    *(("llama", {"tied": True}, {"quantization": each}) for each in ("fp8", "int8", "int4")),
     ("qwen3_moe", {}, {"dtype": "bfloat16"}),
     pytest.param("llama", {}, {"torch_compile": True}, marks=pytest.mark.slow),
     *(

@@ -46,7 +46,7 @@ CASES = [
     *((architecture, False, {}) for architecture in ARCHITECTURES),
     ("llama", True, {}),
     ("llama", False, {"dtype": "bfloat16"}),
-    ("llama", True, {"quantization": "fp8"}),
+    *(("llama", True, {"quantization": each}) for each in ("fp8", "int8", "int4")),
     ("qwen3_moe", False, {"quantization": "fp8"}),
     ("llama", False, {"torch_compile": True}),
 ]

@@ -34,6 +34,7 @@ from services.worker.described.refusals import (
     refuse_cuda_only_flags,
     refuse_fp8_cache,
     refuse_fp8_products,
+    refuse_integer_weights,
     refuse_unquantizable_sizes,
     refuse_unrecordable_experts,
     refuse_unsupported_cuda_sizes,
@@ -125,12 +126,10 @@ def check_device(machine: Machine, shape: ModelShape) -> Iterator[Finding]:
     config = machine.config
     try:
         if config.quantization == "fp8":
-            local = local_config(
-                shape.described,
-                Ranks(0, config.tp_size, whole_experts=config.expert_parallel),
-                range(len(shape.described.layers)),
-            )
-            refuse_unquantizable_sizes(local, config.tp_size)
+            refuse_unquantizable_sizes(_share(config, shape), config.tp_size)
+        if config.quantization in ("int8", "int4"):
+            device = "cuda" if machine.on_cuda else "cpu"
+            refuse_integer_weights(_share(config, shape), config.quantization, device, config.tp_size)
         if machine.on_cuda:
             refuse_unsupported_cuda_sizes(config.page_size, shape.described.stored_head_dim)
             _refuse_fp8(config, machine.gpus[: machine.workers])
@@ -142,6 +141,12 @@ def check_device(machine: Machine, shape: ModelShape) -> Iterator[Finding]:
     if config.use_hydragen is True:
         text = "flag use_hydragen=T: has no effect because the workers would run on CPUs"
         yield warn("flags", text, "leave it out, or use device=cuda")
+
+
+def _share(config: DeploymentConfig, shape: ModelShape) -> ModelConfig:
+    """Return the share of each rank in all layers."""
+    ranks = Ranks(0, config.tp_size, whole_experts=config.expert_parallel)
+    return local_config(shape.described, ranks, range(len(shape.described.layers)))
 
 
 def _refuse_fp8(config: DeploymentConfig, gpus: Sequence[GpuInfo]) -> None:

@@ -36,7 +36,11 @@ class WorkerFlags(Config):
         description="directories from which the weights may be replaced while the worker runs, and all below them;"
         " uploads are written into the first; default: none",
     )
-    quantization: Literal["none", "fp8"] = Field("none", description="fp8: weights and activations, scaled by row")
+    quantization: Literal["none", "fp8", "int8", "int4"] = Field(
+        "none",
+        description="fp8: weights and activations, scaled by row; int8, int4 (cpu): weights, scaled in groups of 32"
+        " inputs, which makes decoding faster",
+    )
     kv_cache_num_tokens: Annotated[AutoInt, within(1, 2**40)] = Field(
         "auto",
         description="size of the KV cache in tokens; auto: on cuda all memory that the model leaves, on cpu at most"

@@ -4,16 +4,29 @@ They follow from the flags and ``config.json`` alone, so ``toka-doctor`` can com
 starting a worker.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from services.common.config import ChosenWorkerConfig
 from services.common.plan.routed_experts import RoutedExpertsLayout
 from services.worker.described.checkpoint import layer_shapes
 from services.worker.described.config import ModelConfig
+from services.worker.described.naming import Shape
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
 
 FLOAT32, BFLOAT16, FP8 = 4, 2, 1  # bytes per element; float16 has the size of bfloat16
+# Integer weights have a scale for each group of inputs, and are stored in panels of outputs.
+INTEGER_GROUP, INTEGER_PANEL = 32, 64
+_INTEGER_BITS = {"int8": 8, "int4": 4}
+# Projections that are one matrix, with the name of the first.
+_TOGETHER = {
+    "q_proj": "q_proj",
+    "k_proj": "q_proj",
+    "v_proj": "q_proj",
+    "gate_proj": "gate_proj",
+    "up_proj": "gate_proj",
+}
 _INT32 = 4
 _MOST_NUMBERED_BY_A_BYTE = 256  # experts
 # Left free for allocations that are not estimated: library workspaces, fragmentation, unusually large uploads.
@@ -167,12 +180,12 @@ def weight_bytes(model: ModelConfig, ranks: Ranks, layers: range, item: int, qua
     total = sum(
         _tensor_bytes(shape, item, quantization)
         for layer in local.layers
-        for shape in layer_shapes(local, layer, adds_bias=ranks.tp_rank == 0).values()
+        for shape in _joined(layer_shapes(local, layer, adds_bias=ranks.tp_rank == 0))
     )
     first, last = layers.start == 0, layers.stop == len(model.layers)
     vocabulary = (local.vocab_size, model.hidden_size)
     # A quantized head is a separate copy, even if the checkpoint ties it to the embedding.
-    separate = quantization == "fp8" or not model.tied_embeddings
+    separate = quantization != "none" or not model.tied_embeddings
     if first or (last and not separate):
         total += _tensor_bytes(vocabulary, item)
     if last and separate:
@@ -180,9 +193,29 @@ def weight_bytes(model: ModelConfig, ranks: Ranks, layers: range, item: int, qua
     return total + (_tensor_bytes((model.hidden_size,), item) if last else 0)
 
 
+def _joined(shapes: Mapping[str, Shape]) -> Iterator[Shape]:
+    """Yield the shapes of a layer's tensors, with projections of the same input as one matrix."""
+    joined: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        *_, module, kind = name.split(".")
+        if kind == "weight" and module in _TOGETHER:
+            first = name.replace(module, _TOGETHER[module])
+            rows = joined[first][0] if first in joined else 0
+            joined[first] = (rows + shape[0], *shape[1:])
+        else:
+            joined[name] = shape
+    yield from joined.values()
+
+
 def _tensor_bytes(shape: tuple[int, ...], item: int, quantization: str = "none") -> int:
-    """Return the size of a tensor. An fp8 matrix also has one float32 scale per row."""
+    """Return the size of a tensor. An fp8 matrix also has one float32 scale per row.
+
+    An integer matrix has whole panels of rows, and per row and group a float16 scale, and with 4 bits an offset.
+    """
     if len(shape) == 1:
         return shape[0] * item
     rows, columns = shape
+    if bits := _INTEGER_BITS.get(quantization):
+        padded = -(-rows // INTEGER_PANEL) * INTEGER_PANEL
+        return padded * columns * bits // 8 + padded * (columns // INTEGER_GROUP) * BFLOAT16 * (8 // bits)
     return rows * columns + rows * FLOAT32 if quantization == "fp8" else rows * columns * item

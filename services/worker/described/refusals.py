@@ -9,6 +9,7 @@ from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.flags import cuda_only
 from services.worker.described.config import ModelConfig
+from services.worker.described.memory import INTEGER_GROUP
 
 # First compute capability for which Triton converts from and to float8_e4m3fn.
 _FP8_CONVERSIONS = (8, 9)
@@ -110,6 +111,38 @@ def refuse_unquantizable_sizes(config: ModelConfig, tp_size: int) -> None:
                 f"flag quantization=fp8: the model's {name} is {size}"
                 + (f" on each of tp_size={tp_size} ranks" if tp_size > 1 else "")
                 + f", which is not a multiple of {_FP8_MULTIPLE}; use quantization=none"
+                + (" or a lower tp_size" if tp_size > 1 else ""),
+                field="quantization",
+            )
+
+
+def refuse_integer_weights(config: ModelConfig, quantization: str, device: str, tp_size: int) -> None:
+    """Raise ``InvalidRequest`` if the device or a matrix of ``config`` does not support ``quantization``, int8 or int4.
+
+    ``device`` is ``cpu`` or ``cuda``. ``config`` describes the share of each of ``tp_size`` ranks.
+    """
+    flag = f"flag quantization={quantization}"
+    if device != "cpu":
+        raise InvalidRequest(
+            f"{flag}: only on cpu, and this worker runs on {device}; use quantization=fp8 or quantization=none",
+            field="quantization",
+        )
+    if config.experts:
+        raise InvalidRequest(
+            f"{flag}: the model is a mixture of experts, whose weights cannot be integers; use quantization=none",
+            field="quantization",
+        )
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "num_attention_heads * head_dim": config.heads * config.head_dim,
+        "intermediate_size": config.intermediate_size,
+    }
+    for name, size in sizes.items():
+        if size % INTEGER_GROUP:
+            raise InvalidRequest(
+                f"{flag}: the model's {name} is {size}"
+                + (f" on each of tp_size={tp_size} ranks" if tp_size > 1 else "")
+                + f", which is not a multiple of {INTEGER_GROUP}; use quantization=none"
                 + (" or a lower tp_size" if tp_size > 1 else ""),
                 field="quantization",
             )

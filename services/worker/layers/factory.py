@@ -5,7 +5,9 @@ from functools import partial
 import torch
 
 from services.worker.described.config import ModelConfig
+from services.worker.described.refusals import refuse_integer_weights
 from services.worker.layers.fp8 import Fp8Linear, refuse_unquantizable
+from services.worker.layers.integers import IntegerLinear
 from services.worker.layers.kernels import LayerKernels, TorchKernels
 from services.worker.layers.linear import Linear, LinearMaker
 
@@ -13,13 +15,19 @@ from services.worker.layers.linear import Linear, LinearMaker
 def make_linear(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: str, tp_size: int = 1
 ) -> LinearMaker:
-    """Return the constructor of linear layers for ``quantization``, which is ``none`` or ``fp8``.
+    """Return the constructor of linear layers for ``quantization``, which is ``none``, ``fp8``, ``int8`` or ``int4``.
 
-    ``config`` describes the share of each of ``tp_size`` ranks. Raises ``InvalidRequest`` if fp8 is not supported.
+    ``config`` describes the share of each of ``tp_size`` ranks. Raises ``InvalidRequest`` if the model or the device
+    does not support ``quantization``.
     """
     if quantization == "fp8":
         refuse_unquantizable(config, dtype, device, tp_size)
         return partial(Fp8Linear, dtype=dtype)
+    if quantization in ("int8", "int4"):
+        refuse_integer_weights(config, quantization, device.type, tp_size)
+        from services.worker.layers import products_cpu  # noqa: F401  the operator; loads numba
+
+        return partial(IntegerLinear, bits=int(quantization.removeprefix("int")))
     # On CUDA the weight has the checkpoint's layout, because tensor cores read both factors along their rows.
     return partial(Linear, transposed=True) if device.type == "cuda" else Linear
 

@@ -58,7 +58,7 @@ def scaled_product(
 class Fp8Linear(nn.Module):
     """Linear layer in fp8. Weight and scale are buffers, so the model's default dtype does not apply to them."""
 
-    quantizes = True
+    quantizes, narrows = True, True
     weight: torch.Tensor
     scale: torch.Tensor
 

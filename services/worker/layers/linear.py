@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from services.worker.layers.fp8 import Fp8Linear
+from services.worker.layers.integers import IntegerLinear
 from services.worker.layers.operators import operator
 
 
@@ -28,6 +29,7 @@ class Linear(nn.Module):
     """
 
     quantizes = False  # true for layers that take ``Quantized`` rows
+    narrows = False  # true for layers that store fewer bits than the model's dtype has
 
     def __init__(
         self, inputs: int, outputs: int | Sequence[int], bias: bool = False, *, transposed: bool = False
@@ -63,6 +65,6 @@ class Linear(nn.Module):
         return targets
 
 
-AnyLinear = Linear | Fp8Linear
+AnyLinear = Linear | Fp8Linear | IntegerLinear
 # Creates a linear layer from (inputs, outputs, bias).
 LinearMaker = Callable[[int, int | Sequence[int], bool], AnyLinear]

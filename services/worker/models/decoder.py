@@ -260,8 +260,9 @@ class DecoderModel(RankModel):
             self.layers = cast("Sequence[DecoderLayer]", nn.ModuleList(modules))
             self.norm = _norm_weight(config) if self.last else None
             self.quantizes = self.layers[0].quantizes
+            self.narrows = self.layers[0].attention.qkv.narrows
             self.vocabulary = VocabularyLayers(
-                config, ranks, linear, self.quantizes, has_embedding=self.first, has_head=self.last
+                config, ranks, linear, self.narrows, has_embedding=self.first, has_head=self.last
             )
         self.vocabulary.clear_padding()
         self.rotaries: list[Rotary] = [

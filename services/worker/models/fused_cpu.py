@@ -1,4 +1,4 @@
-"""All layers of the decoder as one compiled function, for decode steps on CPUs in float32.
+"""All layers of the decoder as one compiled function, for decode steps on CPUs in float32, or with integer weights.
 
 A decode step of a small model runs hundreds of operators that take a few microseconds each. Called from Python, each
 operator acquires the interpreter lock again, so concurrent threads block one another. Here a thread releases the lock
@@ -21,8 +21,10 @@ from services.worker.described.layer import AnyValue, LayerConfig, MlpConfig, Su
 from services.worker.layers import matmul_cpu
 from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.fast_cpu import FastCpuKernels, compiled
+from services.worker.layers.integers import IntegerLinear
 from services.worker.layers.linear import AnyLinear
 from services.worker.layers.matmul_cpu import matmul
+from services.worker.layers.products_cpu import make_product
 from services.worker.models.base import RankModel
 from services.worker.models.decoder import DecoderLayer, DecoderModel
 
@@ -40,7 +42,7 @@ SUPPORTED: SupportedValues = {
 }
 _SIGNATURE = numba.void(
     *(_MATRIX, _MATRIX, _MATRIX, _INDICES, _INDICES, _INDICES, numba.int32[:, ::1], _PAGES, _PAGES),
-    *(numba.uint64[:, ::1], _CUBE, _CUBE, _MATRIX, _MATRIX, _MATRIX, _MATRIX, _MATRIX),
+    *(numba.int64[:, :, ::1], _CUBE, _CUBE, _MATRIX, _MATRIX, _MATRIX, _MATRIX, _MATRIX),
 )
 
 
@@ -54,17 +56,18 @@ class FusedDecoder:
     def __init__(self, model: DecoderModel, cache: KvCache) -> None:
         if not supports(model) or model.embedding is None or model.norm is None:
             raise ValueError(
-                "the model must be in float32 with FastCpuKernels, not quantized and on one rank, and its layers equal"
+                "the model must be in float32 with FastCpuKernels, without fp8 and on one rank, and its layers equal"
                 " with all features in SUPPORTED; use the model itself"
             )
         config = model.config
         self._model, self._norm = model, model.norm
         rules = model.attention_layers()
-        self._forward = make_forward(config, _without_window(config.layers[0]), rules[0].scale, cache.page_size)
+        linears = [_linears(layer) for layer in model.layers]
+        bits = linears[0][0].bits if isinstance(linears[0][0], IntegerLinear) else 32
+        self._forward = make_forward(config, _without_window(config.layers[0]), rules[0].scale, cache.page_size, bits)
         self._group = config.heads // config.kv_heads
         self._keys, self._values = cache.all_keys.numpy(), cache.all_values.numpy()
-        linears = [_linears(layer) for layer in model.layers]
-        self._weights = np.array([[linear.weight.data_ptr() for linear in four] for four in linears], np.uint64)
+        self._weights = np.array([[_addresses(linear) for linear in four] for four in linears], np.int64)
         self._windows = np.array([_NO_WINDOW if each.window is None else each.window for each in rules])
         self.copy_vectors()
 
@@ -118,6 +121,11 @@ def _linears(layer: DecoderLayer) -> tuple[AnyLinear, AnyLinear, AnyLinear, AnyL
     return layer.attention.qkv, layer.attention.output, layer.dense_mlp.inner, layer.dense_mlp.down
 
 
+def _addresses(linear: AnyLinear) -> tuple[int, int]:
+    """Return the addresses of the weight and of its scales, which are 0 without scales."""
+    return linear.weight.data_ptr(), linear.scale.data_ptr() if isinstance(linear, IntegerLinear) else 0
+
+
 def _without_window(layer: LayerConfig) -> LayerConfig:
     return replace(layer, attention=replace(layer.attention, window=None))
 
@@ -127,8 +135,19 @@ def _rows(tensors: Sequence[torch.Tensor | None]) -> np.ndarray:
     return np.stack([np.empty(0, np.float32) if tensor is None else tensor.numpy() for tensor in tensors])
 
 
-def make_forward(config: ModelConfig, layer: LayerConfig, attention_scale: float, page_size: int) -> Any:
-    """Compile the layers of ``config``, all of which are ``layer`` except for their windows."""
+@numba.njit(nogil=True)
+def _float_product(x, weight, scale, output, keep):
+    return matmul(x, weight, output, keep)
+
+
+def make_forward(
+    config: ModelConfig, layer: LayerConfig, attention_scale: float, page_size: int, bits: int = 32
+) -> Any:
+    """Compile the layers of ``config``, all of which are ``layer`` except for their windows.
+
+    ``bits`` is the size of a weight: 32 for float32, and 8 or 4 for integers.
+    """
+    product = _float_product if bits == 32 else make_product(bits)
     heads, kv_heads, head_dim, width = config.heads, config.kv_heads, config.head_dim, config.intermediate_size
     half, eps, score_scale = head_dim // 2, np.float32(config.norm_eps), np.float32(attention_scale)
     store, attend = kernels(head_dim, heads // kv_heads, page_size)
@@ -144,9 +163,9 @@ def make_forward(config: ModelConfig, layer: LayerConfig, attention_scale: float
         """Update ``x [tokens, hidden_size]`` in place from the embeddings to the input of the final norm.
 
         ``cos``/``sin [tokens, head_dim]``; ``windows [layers]``; ``slots``, ``positions [tokens]``; ``keys``/``values
-        [layers, pages, kv_heads, page_size, head_dim]``; ``weights [layers, 4]`` addresses; ``norms [layers, 2,
-        hidden_size]``; ``head_norms [layers, 2, head_dim]``; biases ``[layers, outputs]``; ``scores`` is the
-        workspace of ``attend``.
+        [layers, pages, kv_heads, page_size, head_dim]``; ``weights [layers, 4, 2]``, addresses of weight and scale;
+        ``norms [layers, 2, hidden_size]``; ``head_norms [layers, 2, head_dim]``; biases ``[layers, outputs]``;
+        ``scores`` is the workspace of ``attend``.
         """
         tokens, rotated = x.shape[0], heads + kv_heads
         order, lengths = np.arange(tokens), positions + 1
@@ -158,7 +177,7 @@ def make_forward(config: ModelConfig, layer: LayerConfig, attention_scale: float
         gated = np.empty((tokens, width), np.float32)
         for layer in range(weights.shape[0]):
             norm(x, norms[layer, 0], eps, normed)
-            matmul(normed, weights[layer, 0], flat, np.float32(0))
+            product(normed, weights[layer, 0, 0], weights[layer, 0, 1], flat, np.float32(0))
             if qkv_bias:
                 flat += qkv_biases[layer]
             for token in range(tokens):
@@ -181,15 +200,15 @@ def make_forward(config: ModelConfig, layer: LayerConfig, attention_scale: float
                 qkv[:, :heads], keys[layer], values[layer], order, slots, firsts, lengths, table, score_scale,
                 scores, attended,
             )  # fmt: skip
-            matmul(attended, weights[layer, 1], x, np.float32(1))
+            product(attended, weights[layer, 1, 0], weights[layer, 1, 1], x, np.float32(1))
             if output_bias:
                 x += output_biases[layer]
             norm(x, norms[layer, 1], eps, normed)
-            matmul(normed, weights[layer, 2], gate_up, np.float32(0))
+            product(normed, weights[layer, 2, 0], weights[layer, 2, 1], gate_up, np.float32(0))
             if mlp_bias:
                 gate_up += gate_up_biases[layer]
             gate(gate_up, gated)
-            matmul(gated, weights[layer, 3], x, np.float32(1))
+            product(gated, weights[layer, 3, 0], weights[layer, 3, 1], x, np.float32(1))
             if mlp_bias:
                 x += down_biases[layer]
 

@@ -27,7 +27,7 @@ class VocabularyLayers(nn.Module):
         config: ModelConfig,
         ranks: Ranks,
         linear: LinearMaker,
-        quantizes: bool,
+        narrows: bool,
         *,
         has_embedding: bool,
         has_head: bool,
@@ -39,8 +39,8 @@ class VocabularyLayers(nn.Module):
         self._soft_cap = config.final_soft_cap
         # As in transformers, the multiplier is rounded to the model's dtype, which is torch's default in this context.
         self._multiplier = float(torch.tensor(config.embedding_multiplier, device="cpu"))
-        # A quantized head is a separate copy even if it is tied, because the embedding is not quantized.
-        separate = quantizes or not config.tied_embeddings
+        # A head with fewer bits is a separate copy even if it is tied, because the embedding has the model's dtype.
+        separate = narrows or not config.tied_embeddings
         self.embedding = self.head = None
         if has_embedding or (has_head and not separate):
             rows = self._share.size + self._padding

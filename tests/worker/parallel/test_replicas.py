@@ -132,12 +132,13 @@ def test_a_model_without_weights_is_the_same_on_any_number_of_ranks(checkpoint, 
     assert seen[:2] == seen[2:4] == seen[4:]
 
 
-def test_eight_bit_weights_are_split_too(checkpoint, replica_of):
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_eight_bit_weights_are_split_too(kind, checkpoint, replica_of):
     """Near the exact ones, as on one rank; ranks scale their own parts of a row, so not equal to one rank's."""
     directory = checkpoint("llama", **SIZES | {"intermediate_size": 128, "vocab_size": 416})
     prompt = prompt_of(40)
     exact, quantized = [], []
-    for found, quantization in ((exact, "none"), (quantized, "fp8")):
+    for found, quantization in ((exact, "none"), (quantized, kind)):
         for sharded in (1, 10**6):
             replica = replica_of(2, 1, directory, sharded, quantization=quantization)
             plan = Driver(replica).plan(admissions=(admission(0, prompt, [0, 1, 2]),), batch=batch([0], [40]))

@@ -1,0 +1,135 @@
+"""Linear layers whose weights are integers of 8 or 4 bits, with scales for groups of 32 inputs. Only for CPUs.
+
+The values are those of GGUF's types Q8_0 and Q4_1, so weights that are read from such a file do not change.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from services.worker.described.memory import INTEGER_GROUP, INTEGER_PANEL
+
+# Rows that are quantized at once, to bound the memory of copies.
+_QUANTIZED_ROWS = 64 * INTEGER_PANEL
+
+
+class Integers(NamedTuple):
+    """Rows of a weight as integers. A value is ``integer * scale``, and for 4 bits ``integer * scale + offset``."""
+
+    values: torch.Tensor  # [rows, inputs] int8, or uint8 from 0 to 15
+    scales: torch.Tensor  # [rows, groups, 1 or 2] float16: the scale, and for 4 bits the offset
+
+
+def to_integers(rows: torch.Tensor, bits: int) -> Integers:
+    """Quantize ``rows [rows, inputs]`` of any float dtype, where ``inputs`` is a multiple of 32.
+
+    Integers of 8 bits are from -127 to 127, and those of 4 bits from 0 to 15. A value that is not finite makes its
+    group NaN or infinite.
+    """
+    groups = rows.float().unflatten(1, (-1, INTEGER_GROUP))
+    if bits == 8:
+        scale = (groups.abs().amax(dim=2, keepdim=True) / 127).half()
+        values = (groups * _inverse(scale)).round_().clamp_(-127, 127).to(torch.int8)
+        return Integers(values.flatten(1), scale)
+    least = groups.amin(dim=2, keepdim=True)
+    offset = least.half()
+    scale = ((groups.amax(dim=2, keepdim=True) - least) / 15).half()
+    values = ((groups - offset.float()) * _inverse(scale)).round_().clamp_(0, 15).to(torch.uint8)
+    return Integers(values.flatten(1), torch.cat((scale, offset), dim=2))
+
+
+def _inverse(scale: torch.Tensor) -> torch.Tensor:
+    """Return ``1 / scale`` in float32, and 0 for a scale of 0."""
+    return torch.where(scale == 0, 0.0, 1 / scale.float())
+
+
+class IntegerLinear(nn.Module):
+    """Linear layer from ``[rows, inputs]`` to ``[rows, sum(outputs)]``, with a weight of ``bits`` 8 or 4.
+
+    The weight is stored in panels of 64 outputs, in which the values of an input are next to each other. Outputs are
+    padded with zeros to whole panels. Two inputs of 4 bits are in one byte: inputs 0 to 15 of a group are the low
+    halves, and inputs 16 to 31 are the high halves.
+    """
+
+    quantizes, narrows = False, True
+    weight: torch.Tensor  # [panels, inputs, 64] int8, or [panels, inputs / 2, 64] uint8
+    scale: torch.Tensor  # [panels, groups, 1 or 2, 64] float16
+
+    def __init__(self, inputs: int, outputs: int | Sequence[int], bias: bool = False, *, bits: int) -> None:
+        """Create a layer of zeros. ``inputs`` is a multiple of 32, and ``outputs`` is as in ``Linear``."""
+        super().__init__()
+        self.outputs = [outputs] if isinstance(outputs, int) else list(outputs)
+        self.bits, self.inputs, self.width = bits, inputs, sum(self.outputs)
+        panels, groups = -(-self.width // INTEGER_PANEL), inputs // INTEGER_GROUP
+        dtype = torch.int8 if bits == 8 else torch.uint8
+        self.register_buffer("weight", torch.zeros(panels, inputs * bits // 8, INTEGER_PANEL, dtype=dtype))
+        self.register_buffer("scale", torch.zeros(panels, groups, 8 // bits, INTEGER_PANEL, dtype=torch.float16))
+        self.bias = nn.Parameter(torch.empty(self.width), requires_grad=False) if bias else None
+
+    def forward(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the result ``[rows, sum(outputs)]``. If ``onto`` is given, add to it in place and return it.
+
+        Sums are in float32.
+        """
+        product: torch.Tensor = torch.ops.tokasaurus.integer_product(x, self.weight, self.scale, self.width)
+        if self.bias is not None:
+            product += self.bias
+        return product if onto is None else onto.add_(product)
+
+    def dequantized(self) -> torch.Tensor:
+        """Return the weight as the product reads it, ``[inputs, sum(outputs)]`` float32."""
+        return dequantized(self.weight, self.scale, self.width)
+
+    def targets(self, *names: str) -> "dict[str, torch.Tensor | IntegerRows]":
+        """Return load targets that quantize, by checkpoint name. ``names`` are the prefixes of the parts."""
+        targets: dict[str, torch.Tensor | IntegerRows] = {}
+        start = 0
+        for name, size in zip(names, self.outputs, strict=True):
+            targets[f"{name}.weight"] = IntegerRows(self, start, size)
+            start += size
+        if self.bias is not None:
+            targets |= zip((f"{name}.bias" for name in names), self.bias.split(self.outputs), strict=True)
+        return targets
+
+
+class IntegerRows:
+    """Load target for the outputs ``start`` to ``start + size`` of ``linear``. It quantizes each tensor it is given."""
+
+    def __init__(self, linear: IntegerLinear, start: int, size: int) -> None:
+        self._linear, self._start = linear, start
+        self.shape, self.device = torch.Size((size, linear.inputs)), linear.weight.device
+
+    def copy_(self, tensor: torch.Tensor) -> None:
+        """Quantize and store ``tensor [outputs, inputs]`` of any dtype and device."""
+        linear = self._linear
+        for first in range(0, len(tensor), _QUANTIZED_ROWS):
+            rows = tensor[first : first + _QUANTIZED_ROWS]
+            values, scales = to_integers(rows.to(self.device), linear.bits)
+            outputs = torch.arange(self._start + first, self._start + first + len(rows))
+            place = outputs // INTEGER_PANEL, outputs % INTEGER_PANEL
+            linear.weight.permute(0, 2, 1)[place] = values if linear.bits == 8 else _paired(values)
+            linear.scale.permute(0, 3, 1, 2)[place] = scales
+
+
+def _paired(values: torch.Tensor) -> torch.Tensor:
+    """Return ``values [rows, inputs]`` from 0 to 15 in bytes, ``[rows, inputs / 2]``."""
+    low, high = values.unflatten(1, (-1, 2, INTEGER_GROUP // 2)).unbind(2)
+    pairs: torch.Tensor = low | high << 4
+    return pairs.flatten(1)
+
+
+def dequantized(weight: torch.Tensor, scale: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the first ``width`` outputs of a weight, ``[inputs, width]`` float32.
+
+    ``weight`` and ``scale`` are as in ``IntegerLinear``.
+    """
+    groups: torch.Tensor = weight.unflatten(1, (scale.shape[1], -1))
+    if scale.shape[2] == 2:
+        groups = torch.cat((groups & 15, groups >> 4), dim=2)
+    factors = scale.float()
+    values = groups.float() * factors[:, :, :1]
+    if scale.shape[2] == 2:
+        values += factors[:, :, 1:]
+    return values.flatten(1, 2).permute(1, 0, 2).flatten(1)[:, :width]

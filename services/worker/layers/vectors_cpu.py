@@ -1,0 +1,140 @@
+"""Products of a few rows with 64 columns of a matrix, as vector instructions in compiled functions.
+
+Numba turns loops into vector instructions only if it recognises them. Here the instructions are written down, so that
+the sums of all rows stay in registers and a weight is converted once for all rows.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import llvmlite.binding
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from services.worker.described.memory import INTEGER_PANEL
+
+Storage = Literal["float32", "bfloat16", "int8", "int4"]
+COLUMNS = INTEGER_PANEL  # 64
+
+_FLOAT, _INTEGER = ir.FloatType(), ir.IntType(32)
+_FLOATS, _INTEGERS = ir.VectorType(_FLOAT, COLUMNS), ir.VectorType(_INTEGER, COLUMNS)
+_BYTES, _HALVES = ir.VectorType(ir.IntType(8), COLUMNS), ir.VectorType(ir.HalfType(), COLUMNS)
+_STORED = {"float32": _FLOATS, "bfloat16": ir.VectorType(ir.IntType(16), COLUMNS), "int8": _BYTES, "int4": _BYTES}
+_FAST = ("reassoc", "contract", "nsz")
+_SCALES = {"float32": 0, "bfloat16": 0, "int8": 1, "int4": 2}
+
+
+def most_rows() -> int:
+    """Return the number of rows whose sums fit into this processor's registers."""
+    return 4 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 1
+
+
+def make_add_product(storage: Storage, rows: int) -> Callable[..., Any]:
+    """Return a function that adds the product of ``rows`` rows and a part of a matrix to an output.
+
+    Compiled functions call it with addresses and sizes, all int64, in this order: ``x``, of float32 values, and the
+    distance of its rows in bytes; ``weight``, of 64 columns in ``storage``, and the distance of its rows in bytes; the
+    number of rows of ``weight``; ``output``, of float32 values, and the distance of its rows in bytes; ``scale``, of 64
+    float16 factors, followed by 64 float16 offsets for int4; and ``sums``, of the sums of the rows of ``x``, and their
+    distance in bytes. ``scale`` is read for int8 and int4 only, and ``sums`` for int4 only.
+
+    A byte of int4 has the value of row ``i`` in its low half, and in its high half that of row ``i + n``, where ``n``
+    is the number of rows of ``weight``.
+    """
+
+    @intrinsic
+    def add_product(typing, x, x_stride, weight, stride, count, output, output_stride, scale, sums, sums_stride):
+        signature = types.void(*[types.intp] * 10)
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            _generate(builder, storage, rows, *arguments)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    function: Callable[..., Any] = add_product
+    return function
+
+
+def _generate(
+    builder: Any,
+    storage: Storage,
+    rows: int,
+    x: Any,
+    x_stride: Any,
+    weight: Any,
+    stride: Any,
+    count: Any,
+    output: Any,
+    output_stride: Any,
+    scale: Any,
+    sums: Any,
+    sums_stride: Any,
+) -> None:
+    """Emit the instructions of ``make_add_product``."""
+    zeros = ir.Constant(_FLOATS, [0.0] * COLUMNS)
+    totals = [cgutils.alloca_once(builder, _FLOATS) for _ in range(rows)]
+    for total in totals:
+        builder.store(zeros, total)
+
+    def add(index: Any, values: Any) -> None:
+        for row, total in enumerate(totals):
+            factor = _spread(builder, _at(builder, x, x_stride, row, index))
+            product = builder.fmul(factor, values, flags=_FAST)
+            builder.store(builder.fadd(builder.load(total), product, flags=_FAST), total)
+
+    with cgutils.for_range(builder, count) as loop:
+        stored = _load(builder, builder.add(weight, builder.mul(loop.index, stride)), _STORED[storage])
+        if storage == "int4":
+            low, high = (ir.Constant(_BYTES, [value] * COLUMNS) for value in (15, 4))
+            add(loop.index, _floats(builder, builder.and_(stored, low), storage))
+            add(builder.add(loop.index, count), _floats(builder, builder.lshr(stored, high), storage))
+        else:
+            add(loop.index, _floats(builder, stored, storage))
+    halves = [
+        builder.fpext(_load(builder, builder.add(scale, _size(2 * COLUMNS * index)), _HALVES), _FLOATS)
+        for index in range(_SCALES[storage])
+    ]
+    for row, total in enumerate(totals):
+        place = builder.add(output, builder.mul(output_stride, _size(row)))
+        value = builder.load(total)
+        if halves:
+            value = builder.fmul(value, halves[0], flags=_FAST)
+        if len(halves) > 1:
+            offset = _spread(builder, _at(builder, sums, sums_stride, row, _size(0)))
+            value = builder.fadd(value, builder.fmul(offset, halves[1], flags=_FAST), flags=_FAST)
+        value = builder.fadd(_load(builder, place, _FLOATS), value, flags=_FAST)
+        builder.store(value, builder.inttoptr(place, _FLOATS.as_pointer()), align=1)
+
+
+def _size(value: int) -> Any:
+    return ir.Constant(ir.IntType(64), value)
+
+
+def _load(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
+
+
+def _at(builder: Any, address: Any, stride: Any, row: int, index: Any) -> Any:
+    """Return the float32 at ``index`` of ``row``."""
+    start = builder.add(address, builder.mul(stride, _size(row)))
+    return _load(builder, builder.add(start, builder.mul(index, _size(4))), _FLOAT)
+
+
+def _spread(builder: Any, value: Any) -> Any:
+    """Return 64 times ``value``."""
+    single = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), value, ir.Constant(_INTEGER, 0))
+    return builder.shuffle_vector(single, single, ir.Constant(_INTEGERS, [0] * COLUMNS))
+
+
+def _floats(builder: Any, values: Any, storage: Storage) -> Any:
+    """Return 64 values of ``storage`` as floats. Those of int4 are in a byte each."""
+    if storage == "float32":
+        return values
+    if storage == "bfloat16":  # the upper half of a float32
+        shift = ir.Constant(_INTEGERS, [16] * COLUMNS)
+        return builder.bitcast(builder.shl(builder.zext(values, _INTEGERS), shift), _FLOATS)
+    if storage == "int8":
+        return builder.sitofp(builder.sext(values, _INTEGERS), _FLOATS)
+    return builder.uitofp(builder.zext(values, _INTEGERS), _FLOATS)

@@ -1,0 +1,216 @@
+"""Weights of 8 and 4 bits on CPUs, against the same weights in float32."""
+
+import gguf
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.common.config import WorkerConfig
+from services.common.errors import InvalidRequest
+from services.worker.boot.common import boot
+from services.worker.layers import products_cpu
+from services.worker.layers.factory import make_linear
+from services.worker.layers.integers import IntegerLinear, to_integers
+from services.worker.layers.linear import Linear
+from services.worker.models import fused_cpu
+from services.worker.models.decoder import DecoderModel
+from services.worker.runner.runner import StepRunner
+from tests import real_model
+from tests.gguf_files import write_gguf
+from tests.real_model import needs_real_model
+from tests.worker.driver import Driver
+from tests.worker.small_models import CPU, one_sequence, small_config, small_model
+
+BITS, QUANTIZATIONS = (8, 4), ("int8", "int4")
+PROMPTS = ([3 + index * 7 % 300 for index in range(40)], [5, 6], list(range(20, 90)))
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(
+    weight: torch.Tensor, outputs: int | list[int], bits: int, bias: torch.Tensor | None = None
+) -> IntegerLinear:
+    """Return a layer with the parts of a checkpoint copied into it."""
+    linear = IntegerLinear(weight.shape[1], outputs, bias is not None, bits=bits)
+    names = [str(number) for number in range(len(linear.outputs))]
+    targets = linear.targets(*names)
+    for name, part in zip(names, weight.split(linear.outputs), strict=True):
+        targets[f"{name}.weight"].copy_(part)
+    if bias is not None:
+        for name, part in zip(names, bias.split(linear.outputs), strict=True):
+            targets[f"{name}.bias"].copy_(part)
+    return linear
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    bits=st.sampled_from(BITS),
+    groups=st.integers(1, 4),
+    outputs=st.lists(st.integers(1, 150), min_size=1, max_size=3),
+    size=st.sampled_from([1e-3, 1.0, 1e3]),
+    seed=st.integers(0, 1000),
+)
+def test_packed_weights_are_the_quantized_ones(bits, groups, outputs, size, seed):
+    weight = random(sum(outputs), 32 * groups, seed=seed) * size
+    values, scales = to_integers(weight, bits)
+    assert values.min() >= (-127 if bits == 8 else 0)
+    assert values.max() <= (127 if bits == 8 else 15)
+    expected = values.unflatten(1, (groups, 32)) * scales[..., :1].float()
+    if bits == 4:
+        expected = expected + scales[..., 1:].float()
+    found = filled(weight, outputs, bits).dequantized().t()
+    assert torch.equal(found, expected.flatten(1))
+    # Half a step, and the rounding of the scale to float16.
+    step = scales[..., :1].float()
+    error = (found - weight).abs().unflatten(1, (groups, 32))
+    assert (error <= step * (0.5 + 128 * 2**-11) + size * 2**-10).all()
+    assert torch.equal(filled(found, outputs, bits).dequantized().t(), found)  # quantizing again changes nothing
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_groups_of_one_value_are_exact_up_to_float16(bits):
+    weight = torch.zeros(70, 64)
+    weight[1], weight[2] = 0.5, -0.25
+    torch.testing.assert_close(filled(weight, 70, bits).dequantized().t(), weight, atol=0, rtol=2**-11)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_spoils_its_output_alone(bad, bits):
+    weight = random(10, 64)
+    weight[3, 40] = bad
+    result = filled(weight, 10, bits)(random(2, 64))
+    assert result.isfinite().all(dim=0).tolist() == [index != 3 for index in range(10)]
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("outputs", [64, [40, 30], [128, 64, 64], 1])
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 33])
+def test_a_product_is_that_with_the_dequantized_weight(rows, outputs, bits):
+    width = outputs if isinstance(outputs, int) else sum(outputs)
+    x, bias = random(rows, 96, seed=1), random(width, seed=2)
+    linear = filled(random(width, 96), outputs, bits, bias)
+    expected = x @ linear.dequantized() + bias
+    torch.testing.assert_close(linear(x), expected, atol=1e-4, rtol=0)
+    total = random(rows, width, seed=3)
+    assert linear(x, total) is total
+    torch.testing.assert_close(total, random(rows, width, seed=3) + expected, atol=1e-4, rtol=0)
+    rounded = linear(x.bfloat16())
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.float(), expected, atol=0.05 * width**0.5, rtol=0.05)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_many_rows_are_the_same_on_processors_with_few_registers(bits, monkeypatch):
+    linear, x = filled(random(100, 64), 100, bits), random(40, 64, seed=1)
+    expected = linear(x)
+    monkeypatch.setattr(products_cpu, "most_rows", lambda: 1)
+    torch.testing.assert_close(linear(x), expected, atol=1e-4, rtol=0)
+
+
+def as_floats(model: DecoderModel) -> DecoderModel:
+    """Replace the integer layers of ``model`` by plain ones with the same weights in float32. Return it."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, IntegerLinear):
+                plain = Linear(child.inputs, child.outputs)
+                with torch.no_grad():
+                    plain.weight.copy_(child.dequantized())
+                plain.bias = child.bias
+                setattr(parent, name, plain)
+    return model
+
+
+def plain_logits(model: DecoderModel, tokens: list[int]) -> torch.Tensor:
+    """Return the logits after each of ``tokens``, by plain attention."""
+    _, step = one_sequence(model.config, len(tokens))
+    with torch.inference_mode():
+        return model.logits(model(torch.tensor(tokens), torch.arange(len(tokens)), step))
+
+
+def check_against_floats(runner: StepRunner, model: DecoderModel, prompts, count: int) -> None:
+    """Generate with ``runner``, and compare tokens and log-probabilities with ``model``, whose layers are replaced."""
+    driver = Driver(runner)
+    answers = driver.generate(list(prompts), count, logprobs=True)
+    as_floats(model)
+    for slot, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
+        expected = plain_logits(model, list(prompt) + tokens)[len(prompt) - 1 : -1].log_softmax(-1).max(-1)
+        assert tokens == expected.indices.tolist()
+        torch.testing.assert_close(torch.tensor(driver.logprobs[slot]), expected.values, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("arguments", [{"tied": True}, {"tied": False, "attention_bias": True}], ids=["tied", "biases"])
+def test_decoding_gives_the_tokens_of_the_dequantized_weights(arguments, quantization, checkpoint, monkeypatch):
+    calls, call = [], fused_cpu.FusedDecoder.__call__
+    monkeypatch.setattr(
+        fused_cpu.FusedDecoder, "__call__", lambda *arguments: calls.append(arguments) or call(*arguments)
+    )
+    flags = {"device": "cpu", "kv_cache_num_tokens": 4096, "torch_num_threads": 2, "quantization": quantization}
+    booted = boot(WorkerConfig(model=str(checkpoint("llama", **arguments)), **flags))
+    check_against_floats(booted.runner, booted.loaded.model, PROMPTS, 12)
+    assert calls
+    booted.runner.close()
+
+
+@needs_real_model
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_decoding_a_real_model_gives_the_tokens_of_the_dequantized_weights(quantization):
+    flags = {"device": "cpu", "kv_cache_num_tokens": 4096, "torch_num_threads": 2, "quantization": quantization}
+    booted = boot(WorkerConfig(model=str(real_model.PATH), **flags))
+    check_against_floats(booted.runner, booted.loaded.model, PROMPTS, 12)
+    booted.runner.close()
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("changes", [{}, {"kind": "plain"}, {"norm_placement": "both"}, {"qk_norm": "whole"}])
+def test_the_plain_layer_takes_integers_too(changes, quantization):
+    model = small_model(small_config(**changes), quantization=quantization)
+    tokens = [int(token) for token in torch.arange(40) * 7 % 320]
+    found = plain_logits(model, tokens)
+    torch.testing.assert_close(found, plain_logits(as_floats(model), tokens), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(("kind", "quantization"), [("Q8_0", "int8"), ("Q4_1", "int4")])
+def test_weights_of_a_gguf_file_do_not_change(kind, quantization, checkpoint, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", checkpoint("llama"), kind=gguf.GGMLQuantizationType[kind])
+    flags = {"device": "cpu", "kv_cache_num_tokens": 4096, "torch_num_threads": 1}
+    exact, narrow = (boot(WorkerConfig(model=str(path), quantization=each, **flags)) for each in ("none", quantization))
+    pairs = zip(exact.loaded.model.layers, narrow.loaded.model.layers, strict=True)
+    for layer, other in pairs:
+        for ours, theirs in ((other.attention.qkv, layer.attention.qkv), (other.mlp.down, layer.mlp.down)):
+            torch.testing.assert_close(ours.dequantized(), theirs.matrix, atol=1e-6, rtol=1e-3)
+    for each in (exact, narrow):
+        each.runner.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "tp_size", "message"),
+    [
+        ({}, "cuda", 1, "flag quantization=int8: only on cpu, and this worker runs on cuda; use quantization=fp8 or"),
+        ({"intermediate_size": 100}, "cpu", 1, "intermediate_size is 100, which is not a multiple of 32; use"),
+        ({"hidden_size": 72}, "cpu", 1, "hidden_size is 72"),
+        ({"heads": 3, "kv_heads": 1}, "cpu", 2, r"head_dim is 48 on each of tp_size=2 ranks, .* or a lower tp_size"),
+    ],
+)
+def test_what_integers_do_not_support_is_refused(changes, device, tp_size, message):
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        make_linear(small_config(**changes), torch.float32, torch.device(device), "int8", tp_size)
+    assert refused.value.field == "quantization"
+
+
+def test_mixtures_of_experts_are_refused(checkpoint):
+    with pytest.raises(InvalidRequest, match="int4: the model is a mixture of experts, whose weights cannot be integ"):
+        boot(WorkerConfig(model=str(checkpoint("qwen3_moe")), device="cpu", quantization="int4"))
+
+
+def test_the_embedding_keeps_its_dtype():
+    model = small_model(small_config(), torch.bfloat16, quantization="int4")
+    assert model.embedding.dtype == torch.bfloat16
+    assert isinstance(model.head, IntegerLinear)
+    assert model.head.weight.dtype == torch.uint8
+    assert model.head.weight.device == CPU
