@@ -1,11 +1,11 @@
-"""Measure the loss of precision by fp8: ``python -m bench.quantization_error [model=builtin] [problems=60]
-[device=auto]``.
+"""Measure the loss of precision by fp8, int8 and int4: ``python -m bench.quantization_error [model=builtin]
+[problems=60] [device=auto]``.
 
-Runs the model over the word problems and their solutions in float32, in bfloat16, and in bfloat16 with fp8 products,
-with keys and values rounded to fp8, and with both. All are compared with float32, and those with fp8 also with
-bfloat16. Figures over all tokens are the mean absolute difference of the log-probability (nats), the mean divergence of
-the distributions (nats), the share of tokens with the same most likely token, and the perplexity. On CPUs, fp8 products
-are computed by a float32 reference. The last line is one JSON object.
+Runs the model over the word problems and their solutions in float32, in bfloat16, in bfloat16 with fp8 products, with
+keys and values rounded to fp8, and with both, and on CPUs in float32 with weights in int8 and int4. All are compared
+with float32, and all but bfloat16 also with bfloat16. Figures over all tokens are the mean absolute difference of the
+log-probability (nats), the mean divergence of the distributions (nats), the share of tokens with the same most likely
+token, and the perplexity. On CPUs, fp8 products are computed by a float32 reference. The last line is one JSON object.
 """
 
 from typing import Literal
@@ -19,7 +19,6 @@ from bench.server import report
 from services.common.config import from_command_line
 from services.common.flags import Config, Int
 from services.common.model import files as model_files
-from services.common.model.json_object import read_json
 from services.common.text.tokenizer import Tokenizer
 from services.worker.attention.base import AttentionBatch, AttentionStep
 from services.worker.attention.kv_cache import KvCache
@@ -40,7 +39,7 @@ KINDS = {
     "fp8_cache": (torch.bfloat16, "none", True),
     "fp8_and_cache": (torch.bfloat16, "fp8", True),
 }
-PAIRS = tuple((name, "float32") for name in list(KINDS)[1:]) + tuple((name, "bfloat16") for name in list(KINDS)[2:])
+KINDS_ON_CPUS = {"int8": (torch.float32, "int8", False), "int4": (torch.float32, "int4", False)}
 
 
 class BenchConfig(Config):
@@ -62,18 +61,20 @@ def main() -> None:
     tokenizer = Tokenizer.load(config.model)
     problems = read_problems()[: config.problems]
     texts = [tokenizer.encode(f"{each.prompt} {each.solution}")[: config.max_tokens] for each in problems]
-    models = {name: load(card, dtype, quantization, device) for name, (dtype, quantization, _) in KINDS.items()}
+    kinds = KINDS if device.type == "cuda" else KINDS | KINDS_ON_CPUS
+    models = {name: load(card, dtype, quantization, device) for name, (dtype, quantization, _) in kinds.items()}
 
-    losses = {name: [] for name in KINDS}
-    compared = {pair: [] for pair in PAIRS}
+    losses = {name: [] for name in kinds}
+    exact = list(kinds)[:2]
+    compared = {(name, other): [] for other in exact for name in kinds if name not in exact[: exact.index(other) + 1]}
     for text in texts:
         token_ids = torch.tensor(text, device=device)
-        found = {name: logprobs_of(model, token_ids, rounded=KINDS[name][2]) for name, model in models.items()}
+        found = {name: logprobs_of(model, token_ids, rounded=kinds[name][2]) for name, model in models.items()}
         following = token_ids[1:, None]
         chosen = {name: each[:-1].gather(1, following) for name, each in found.items()}
         for name, each in chosen.items():
             losses[name].append(-each)
-        for mine, theirs in PAIRS:
+        for mine, theirs in compared:
             difference = (chosen[mine] - chosen[theirs]).abs()[:, 0]
             divergence = (found[theirs].exp() * (found[theirs] - found[mine])).sum(-1)[:-1]
             same = (found[mine].argmax(-1) == found[theirs].argmax(-1))[:-1].float()
@@ -91,7 +92,7 @@ def main() -> None:
 
 
 def load(card: model_files.ModelCard, dtype: torch.dtype, quantization: str, device: torch.device) -> DecoderModel:
-    config = read_model_config(read_json(card.directory / "config.json"))
+    config = read_model_config(model_files.read_config(card.directory))
     model = DecoderModel(config, dtype, device, TorchKernels(), make_linear(config, dtype, device, quantization))
     weights.load(card.directory, model.targets(), config)
     return model
