@@ -15,6 +15,8 @@ from services.worker.layers.kernels import LayerKernels
 
 _MATRIX, _VECTOR = numba.float32[:, ::1], numba.float32[::1]
 _VIEW = numba.types.Array(numba.float32, 3, "A")
+# Up to this many rows, reading the embedding once is faster than torch's product, which copies it in another order.
+_MOST_PROJECTED_ROWS = 16
 
 
 def _add_norm(x, delta, weight, eps, output):
@@ -75,6 +77,15 @@ def _rotate(x, cos, sin, output):
                 output[token, head, half + i] = high * cos[token, half + i] + low * sin[token, half + i]
 
 
+def _project(hidden, embedding, output):
+    for token in range(embedding.shape[0]):
+        for row in range(hidden.shape[0]):
+            total = np.float32(0)
+            for i in range(hidden.shape[1]):
+                total += hidden[row, i] * embedding[token, i]
+            output[row, token] = total
+
+
 class CpuFunctions(NamedTuple):
     """The functions above, compiled for numpy arrays."""
 
@@ -82,6 +93,7 @@ class CpuFunctions(NamedTuple):
     norm: Callable[..., None]
     gate: Callable[..., None]
     rotate: Callable[..., None]
+    project: Callable[..., None]
 
 
 @cache
@@ -93,6 +105,7 @@ def compiled() -> CpuFunctions:
         compile_function(_norm, numba.void(_MATRIX, _VECTOR, f4, _MATRIX)),
         compile_function(_gate, numba.void(_MATRIX, _MATRIX)),
         compile_function(_rotate, numba.void(_VIEW, _MATRIX, _MATRIX, f4[:, :, ::1])),
+        compile_function(_project, numba.void(_MATRIX, _MATRIX, _MATRIX)),
     )
 
 
@@ -100,7 +113,7 @@ class FastCpuKernels(LayerKernels):
     """Operators for CPUs in float32. The constructor compiles them."""
 
     def __init__(self) -> None:
-        self._add_norm, self._norm, self._gate, self._rotate = compiled()
+        self._add_norm, self._norm, self._gate, self._rotate, self._project = compiled()
 
     def norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
@@ -124,4 +137,11 @@ class FastCpuKernels(LayerKernels):
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         output = np.empty(x.shape, np.float32)
         self._rotate(x.numpy(), cos.squeeze(1).numpy(), sin.squeeze(1).numpy(), output)
+        return torch.from_numpy(output)
+
+    def project(self, hidden: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        if len(hidden) > _MOST_PROJECTED_ROWS:
+            return super().project(hidden, embedding)
+        output = np.empty((len(hidden), len(embedding)), np.float32)
+        self._project(hidden.contiguous().numpy(), embedding.numpy(), output)
         return torch.from_numpy(output)

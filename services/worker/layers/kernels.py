@@ -32,6 +32,10 @@ class LayerKernels(ABC):
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotate ``x [tokens, heads, head_dim]`` by ``cos`` and ``sin [tokens, 1, head_dim]`` from ``Rotary``."""
 
+    def project(self, hidden: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """Return ``hidden [rows, hidden_size]`` times the rows of ``embedding``, ``[rows, vocabulary rows]``."""
+        return F.linear(hidden, embedding)
+
     def gate_quantized(self, gate_up: torch.Tensor, activation: Activation = "silu") -> Quantized:
         """Return ``gate(gate_up, activation)``, quantized."""
         return self.quantize(self.gate(gate_up, activation))

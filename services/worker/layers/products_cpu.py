@@ -1,4 +1,4 @@
-"""Matrix products with integer weights for CPUs, which compiled functions and torch can call."""
+"""Matrix products for CPUs, which compiled functions call, and torch with integer weights."""
 
 from collections.abc import Callable
 from functools import cache
@@ -11,24 +11,65 @@ import torch
 from services.worker.described.memory import INTEGER_GROUP
 from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.integers import dequantized
+from services.worker.layers.matmul_cpu import matmul
 from services.worker.layers.operators import operator
 from services.worker.layers.vectors_cpu import COLUMNS, Storage, make_add_product, most_rows
 
 _MATRIX = numba.float32[:, ::1]
 # Rows from which on it is faster to convert the weight to float32 first, if registers hold the sums of one row only.
 _MANY_ROWS = 32
+# Rows up to which a product in vector instructions is faster than that of torch's library.
+_MOST_ROWS = 32
+# Rows of a float32 matrix that are read at once. Processors prefetch about this many.
+_STREAMS = 8
 
 
 @cache
-def make_product(bits: int) -> Callable[..., Any]:
+def make_product(storage: Storage) -> Callable[..., Any]:
     """Return a function for compiled functions, ``product(x, weight, scale, output, keep)``.
 
     It computes ``output = x @ weight + keep * output`` in the calling thread. ``x [rows, inputs]`` and ``output [rows,
-    outputs]`` are contiguous float32 arrays, ``weight`` and ``scale`` the addresses of an ``IntegerLinear``'s, and
-    ``keep`` is 0 or 1.
+    outputs]`` are contiguous float32 arrays, and ``keep`` is 0 or 1. ``weight`` and ``scale`` are addresses of the
+    tensors of an ``IntegerLinear``, or ``weight`` is that of a ``Linear``'s, ``[inputs, outputs]`` float32.
     """
+    return _make_float_product() if storage == "float32" else _make_integer_product(storage)
+
+
+def _make_float_product() -> Callable[..., Any]:
     block = most_rows()
-    storage: Storage = "int8" if bits == 8 else "int4"
+    add_block, add_row = make_add_product("float32", block), make_add_product("float32", 1)
+    columns, most = COLUMNS, _MOST_ROWS if block > 1 else 1
+
+    @numba.njit(nogil=True)
+    def product(x, weight, scale, output, keep):
+        rows, inputs, outputs = x.shape[0], x.shape[1], output.shape[1]
+        if rows > most or outputs % columns:
+            return matmul(x, weight, output, keep)
+        if keep == 0:
+            output[:] = 0
+        weight, stride = np.int64(weight), outputs * 4
+        for first in range(0, inputs, _STREAMS):
+            count = min(_STREAMS, inputs - first)
+            row = 0
+            while row < rows:
+                source = x.ctypes.data + (row * inputs + first) * 4
+                for panel in range(outputs // columns):
+                    part = weight + first * stride + panel * columns * 4
+                    place = output.ctypes.data + row * stride + panel * columns * 4
+                    if row + block <= rows:
+                        add_block(source, inputs * 4, part, stride, count, place, stride, 0, 0, 0)
+                    else:
+                        add_row(source, inputs * 4, part, stride, count, place, stride, 0, 0, 0)
+                row += block if row + block <= rows else 1
+        return 0
+
+    function: Callable[..., Any] = product
+    return function
+
+
+def _make_integer_product(storage: Storage) -> Callable[..., Any]:
+    bits = 8 if storage == "int8" else 4
+    block = most_rows()
     add_block, add_row = make_add_product(storage, block), make_add_product(storage, 1)
     group, columns = INTEGER_GROUP, COLUMNS
     stored = group * bits // 8  # rows of a panel that a group takes
@@ -76,7 +117,7 @@ def make_product(bits: int) -> Callable[..., Any]:
 
 @cache
 def _compiled(bits: int) -> Callable[..., None]:
-    product = make_product(bits)
+    product = make_product("int8" if bits == 8 else "int4")
 
     def call(x, weight, scale, output):
         product(x, weight, scale, output, np.float32(0))

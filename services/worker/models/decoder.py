@@ -262,7 +262,7 @@ class DecoderModel(RankModel):
             self.quantizes = self.layers[0].quantizes
             self.narrows = self.layers[0].attention.qkv.narrows
             self.vocabulary = VocabularyLayers(
-                config, ranks, linear, self.narrows, has_embedding=self.first, has_head=self.last
+                config, ranks, kernels, linear, self.narrows, has_embedding=self.first, has_head=self.last
             )
         self.vocabulary.clear_padding()
         self.rotaries: list[Rotary] = [

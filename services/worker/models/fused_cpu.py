@@ -23,7 +23,6 @@ from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.fast_cpu import FastCpuKernels, compiled
 from services.worker.layers.integers import IntegerLinear
 from services.worker.layers.linear import AnyLinear
-from services.worker.layers.matmul_cpu import matmul
 from services.worker.layers.products_cpu import make_product
 from services.worker.models.base import RankModel
 from services.worker.models.decoder import DecoderLayer, DecoderModel
@@ -135,11 +134,6 @@ def _rows(tensors: Sequence[torch.Tensor | None]) -> np.ndarray:
     return np.stack([np.empty(0, np.float32) if tensor is None else tensor.numpy() for tensor in tensors])
 
 
-@numba.njit(nogil=True)
-def _float_product(x, weight, scale, output, keep):
-    return matmul(x, weight, output, keep)
-
-
 def make_forward(
     config: ModelConfig, layer: LayerConfig, attention_scale: float, page_size: int, bits: int = 32
 ) -> Any:
@@ -147,11 +141,11 @@ def make_forward(
 
     ``bits`` is the size of a weight: 32 for float32, and 8 or 4 for integers.
     """
-    product = _float_product if bits == 32 else make_product(bits)
+    product = make_product({32: "float32", 8: "int8", 4: "int4"}[bits])
     heads, kv_heads, head_dim, width = config.heads, config.kv_heads, config.head_dim, config.intermediate_size
     half, eps, score_scale = head_dim // 2, np.float32(config.norm_eps), np.float32(attention_scale)
     store, attend = kernels(head_dim, heads // kv_heads, page_size)
-    _, norm, gate, _ = compiled()
+    norm, gate = compiled().norm, compiled().gate
     qk_norm = layer.attention.qk_norm == "per_head"
     mlp_bias = isinstance(layer.mlp, MlpConfig) and layer.mlp.mlp_bias
     qkv_bias, output_bias = layer.attention.qkv_bias, layer.attention.output_bias

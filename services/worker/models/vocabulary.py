@@ -10,6 +10,7 @@ from services.worker.described.config import ModelConfig
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import vocabulary_of
 from services.worker.layers.fp8 import MultiTarget, Quantized
+from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import AnyLinear, LinearMaker
 from services.worker.parallel.exchange import TENSOR_RANKS
 
@@ -26,6 +27,7 @@ class VocabularyLayers(nn.Module):
         self,
         config: ModelConfig,
         ranks: Ranks,
+        kernels: LayerKernels,
         linear: LinearMaker,
         narrows: bool,
         *,
@@ -34,6 +36,7 @@ class VocabularyLayers(nn.Module):
     ) -> None:
         """Create uninitialised weights for a stage. ``config`` describes the whole model."""
         super().__init__()
+        self._kernels = kernels
         self._size, self._ranks, self._tied = config.vocab_size, ranks, config.tied_embeddings
         self._share, self._padding = vocabulary_of(config, ranks)
         self._soft_cap = config.final_soft_cap
@@ -70,7 +73,7 @@ class VocabularyLayers(nn.Module):
         ``hidden [rows, hidden_size]`` is quantized if the head is.
         """
         logits: torch.Tensor = (
-            F.linear(hidden, self.embedding)  # type: ignore[arg-type]  # set if there is no head
+            self._kernels.project(hidden, self.embedding)  # type: ignore[arg-type]  # set if there is no head
             if self.head is None
             else self.head(hidden)
         )
