@@ -288,16 +288,6 @@ def test_the_cache_of_padded_heads_is_planned_as_on_the_gpu(tmp_path):
     assert found.facts["bytes_per_token"] == 2 * 16 * 8 * 128 * 2 + 4
 
 
-def test_schemes_that_are_not_supported_are_refused_with_what_to_choose_instead(folder):
-    change_json(folder / "config.json", quantization_config={"quant_method": "hqq"})
-    found = only("weights", folder)
-    assert found.level is Level.FAIL
-    assert found.text == "config.json: quantization_config.quant_method='hqq' is not supported"
-    assert found.fix.startswith("expected one of fp8, compressed-tensors, gptq, awq, mxfp4: choose another checkpoint")
-    with pytest.raises(InvalidRequest, match="quant_method='hqq' is not supported"):
-        weights.check(folder, read_model_config(read_json(folder / "config.json")))
-
-
 def test_ranks_of_a_mixture_hold_their_shares_of_the_experts(tmp_path):
     """The figures are those of 30.5 billion parameters, of which 29.0 are the experts'."""
     everything = planned(tmp_path, SHAPES["qwen3-30b-a3b"], 139.8)

@@ -57,6 +57,14 @@ def test_a_weight_of_another_shape_is_named(directory):
     assert "proj.weight has shape" in found.text
 
 
+def test_a_method_that_is_not_supported_is_refused_with_what_to_choose_instead(directory):
+    files.change_config(directory, quantization_config={"quant_method": "hqq"})
+    found = only("weights", directory)
+    assert found.level is Level.FAIL
+    assert found.text == "config.json: quantization_config.quant_method='hqq' is not supported"
+    assert found.fix.startswith("expected one of fp8, compressed-tensors, gptq, awq, mxfp4: choose another checkpoint")
+
+
 def test_an_unknown_part_of_a_scheme_is_named(directory):
     files.change_config(directory, quantization_config=SETTINGS | {"checkpoint_format": "marlin"})
     found = only("weights", directory)

@@ -1,11 +1,10 @@
 """A deterministic fake worker behind a real gRPC server: no torch, no model, no waiting.
 
 In a test: ``worker = FakeWorker(FakeShape(...)); address = await worker.start("127.0.0.1:0")``. As a process:
-``python -m tests.fakes.worker listen=127.0.0.1:10410 eos_every=50`` (fields of ``FakeShape``, and ``reply_ids=5,6,7``
-to answer every prompt with these tokens, ``parrot_ids=2,4,3`` to answer with what the user said (the tokens of
-``parrot_script``), ``step_ms=20`` for the time of a step and ``token_us=80`` for that of each of its tokens,
-``poison=9`` to exit when this token appears, and
-``otlp_endpoint=http://127.0.0.1:4317`` to tell of its prefills as a worker does).
+``python -m tests.fakes.worker listen=127.0.0.1:10410 eos_every=50``. Its flags are the fields of ``FakeShape``, and
+``reply_ids=5,6,7`` to answer every prompt with these tokens, ``parrot_ids=2,4,3`` to repeat the user's text
+(``parrot_script``), ``step_ms=20`` and ``token_us=80`` for the time of a step and of each of its tokens, ``poison=9``
+to exit when this token appears, and ``otlp_endpoint=URL`` to send spans of prefills as a worker does.
 """
 
 import asyncio

@@ -21,7 +21,15 @@ _SERVICE = "/tokasaurus.scheduler.v1.SchedulerService/"
 _SESSION = f"{_SERVICE}Session"  # carries requests of any key
 # The other methods concern requests of all keys.
 _CONTROL = ("Pause", "Resume", "AbortRequests", "ResetPrefixCache", "Sleep", "Wake")
-_WEIGHTS = ("StageWeights", "UploadWeights", "CommitWeights", "DiscardWeights", "GetWeights", "ReadTensor", "LeaseUpdates")
+_WEIGHTS = (
+    "StageWeights",
+    "UploadWeights",
+    "CommitWeights",
+    "DiscardWeights",
+    "GetWeights",
+    "ReadTensor",
+    "LeaseUpdates",
+)
 _BROADCASTS = ("JoinUpdateGroup", "LeaveUpdateGroup", "ReceiveWeights", "CopySharedWeights")
 _VIEWS = ("ListRequests", "CancelRequest", "WatchPlans")
 _OF_ADMINS = frozenset({_SESSION} | {f"{_SERVICE}{name}" for name in _VIEWS + _CONTROL + _WEIGHTS + _BROADCASTS})
