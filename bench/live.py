@@ -1,8 +1,8 @@
 """Measure live traffic on any OpenAI server: ``python -m bench.live [rates=10,40,100,160,250]``.
 
 Streams arrive at random (Poisson) at each rate in turn, from several client processes. Prompts are random, so that none
-is cached, but may share a prefix, and a Batch job may run beneath. The time to first token (TTFT) begins with the
-request, on an open connection. The time per output token (TPOT) of a stream is the time from its first text to its
+is cached, but may share a prefix, and a Batch job may run at the same time. The time to first token (TTFT) begins with
+the request, on an open connection. The time per output token (TPOT) of a stream is the time from its first text to its
 last, divided by its tokens less one.
 
 If the program starts the server, it also shows why the device idles, and where the time to the first token goes: it
@@ -47,7 +47,7 @@ class LiveConfig(TargetConfig):
     prompt_tokens: Lengths = Field(PromptLengths(64, 1024), description="256, 64-1024, or lognormal:MEDIAN,SIGMA,MOST")
     output_tokens: Lengths = Field(PromptLengths(128, 128), description="as prompt_tokens")
     shared_tokens: Int = Field(0, ge=0, description="tokens that all prompts begin with, beside prompt_tokens")
-    batch: Bool = Field(False, description="a Batch job with more lines than the server can run lasts all the time")
+    batch: Bool = Field(False, description="run a Batch job during the whole load")
     vocab_size: Int = Field(32768, ge=2, description="prompts are random token ids from 1 to this number less one")
     temperature: Float = Field(0.6, ge=0)
     waterfall: Bool = Field(True, description="trace ten more requests a second, if this program starts the server")

@@ -15,13 +15,13 @@ from tests.fakes.collector import Collector, Span
 
 # Each stage ends where the next one begins: the first at the client's request, the last at the arrival of the text.
 STAGES = {
-    "way_in": "client and connection, until the gateway has the head of the request",
+    "ingress": "client and connection, until the gateway has the head of the request",
     "gateway": "read, check and tokenise the request, and send it to the scheduler",
     "queue": "until the scheduler admits the request",
     "plan": "finish the plan, and send it to the worker",
     "worker": "wait for earlier steps, and compute the prompt and its first token",
     "result": "return the result to the scheduler, which takes it",
-    "way_out": "session, gateway, text, SSE, connection and client",
+    "egress": "session, gateway, text, SSE, connection and client",
 }
 _SETTLE_S = 3.0  # until the services have sent their last spans
 
