@@ -104,7 +104,7 @@ async def test_an_incomplete_update_is_not_staged_and_names_the_tensor():
         assert uploads(service) == [[]]
 
 
-async def test_begin_forgets_what_was_copied():
+async def test_begin_forgets_the_copied_tensors():
     async with start(SHAPE) as service:
         await copy(service, "norm", number=1)
         assert (await copy(service, begin=True)).missing == 2

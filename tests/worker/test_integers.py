@@ -79,7 +79,7 @@ def test_groups_of_one_value_are_exact_up_to_float16(bits):
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_spoils_its_output_alone(bad, bits):
+def test_a_value_that_is_not_finite_changes_only_its_output(bad, bits):
     weight = random(10, 64)
     weight[3, 40] = bad
     result = filled(weight, 10, bits)(random(2, 64))
@@ -197,7 +197,7 @@ def test_weights_of_a_gguf_file_do_not_change(kind, quantization, checkpoint, tm
         ({"heads": 3, "kv_heads": 1}, "cpu", 2, r"head_dim is 48 on each of tp_size=2 ranks, .* or a lower tp_size"),
     ],
 )
-def test_what_integers_do_not_support_is_refused(changes, device, tp_size, message):
+def test_unsupported_sizes_and_devices_are_refused(changes, device, tp_size, message):
     with pytest.raises(InvalidRequest, match=message) as refused:
         make_linear(small_config(**changes), torch.float32, torch.device(device), "int8", tp_size)
     assert refused.value.field == "quantization"

@@ -1,4 +1,4 @@
-"""Which weights generated the tokens of a sample, also if several schedulers did."""
+"""Versions of the weights that generated the tokens of a sample, joined over the schedulers that ran it."""
 
 from dataclasses import replace
 from typing import TypeAlias

@@ -1,6 +1,6 @@
 """Weights in GPU memory that a trainer on the workers' host shares by CUDA IPC.
 
-The bodies are those of vLLM's backend ``ipc``, but for the handles, which vLLM sends as a pickle.
+The bodies are those of vLLM's backend ``ipc``, except for the handles, which vLLM sends as a pickle.
 """
 
 import base64

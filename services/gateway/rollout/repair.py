@@ -25,8 +25,8 @@ log = structlog.get_logger(__name__)
 
 _SINCE = "1.15"  # version of the contract
 _POLL_S = 0.5
-_PATIENCE_S = 5.0  # trainers over gRPC commit at one scheduler after the other
-_LONGEST_PATIENCE_S = 60.0  # after attempts that failed
+_DELAY_S = 5.0  # trainers over gRPC commit at one scheduler after the other
+_LONGEST_DELAY_S = 60.0  # after attempts that failed
 
 
 class _Content(NamedTuple):
@@ -43,21 +43,21 @@ class _Content(NamedTuple):
 class WeightsRepair:
     """Watches the weights of the schedulers of one gateway. ``run`` is a task that runs as long as the gateway."""
 
-    def __init__(self, fleet: Fleet, patience_s: float = _PATIENCE_S) -> None:
-        """``patience_s`` is the time for which weights must be different, in seconds."""
+    def __init__(self, fleet: Fleet, delay_s: float = _DELAY_S) -> None:
+        """``delay_s`` is the time in seconds for which weights must differ before a repair."""
         self._fleet = fleet
-        self._patience_s = patience_s
+        self._delay_s = delay_s
 
     async def run(self) -> None:
         """Repair the weights whenever they stay different, until the task is cancelled."""
-        since, patience_s = 0.0, self._patience_s
+        since, delay_s = 0.0, self._delay_s
         while True:
-            await asyncio.sleep(min(_POLL_S, self._patience_s))
+            await asyncio.sleep(min(_POLL_S, self._delay_s))
             if not (different := find_different(self._fleet.replicas)):
-                since, patience_s = 0.0, self._patience_s
+                since, delay_s = 0.0, self._delay_s
                 continue
             since = since or time.monotonic()
-            if time.monotonic() - since < patience_s:
+            if time.monotonic() - since < delay_s:
                 continue
             errors: list[Exception] = []
             for replicas in different:
@@ -65,7 +65,7 @@ class WeightsRepair:
                     await repair(self._fleet, replicas)
             for error in errors:
                 log.warning("schedulers have different weights", reason=str(error))
-                patience_s = min(2 * patience_s, _LONGEST_PATIENCE_S)
+                delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
             since = 0.0
 
 
@@ -118,6 +118,6 @@ async def _stage(replica: Replica, newest: weights_pb2.Weights) -> str:
     discarding = control_pb2.DiscardWeightsRequest(update_id=staged.update_id)
     await call_one(replica, lambda stub: stub.DiscardWeights, discarding, since=_SINCE)
     raise FailedPrecondition(
-        f"scheduler {replica.address} has not the weights {newest.version!r} of the others, and the files in"
+        f"scheduler {replica.address} does not have the weights {newest.version!r} of the others, and the files in"
         f" {newest.directory} have changed; repeat the update"
     )

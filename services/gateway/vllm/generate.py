@@ -30,7 +30,7 @@ _DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repeti
 _ABOUT_TEXT = frozenset(
     {"detokenize", "include_stop_str_in_output", "output_kind", "skip_special_tokens", "spaces_between_special_tokens"}
 )
-# Parameters of completions that are no sampling parameters.
+# Parameters of completions that are not sampling parameters.
 _NO_SAMPLING = frozenset(
     {"add_special_tokens", "best_of", "cache_salt", "echo", "logprobs_in_fingerprint", "metadata", "model", "priority",
      "prompt", "return_token_ids", "store", "stream", "stream_options", "timeout", "user"}
@@ -88,7 +88,7 @@ class TokenGenerateBody(Body):
         for name in given:
             if name in _NO_SAMPLING:
                 raise UnsupportedParameter(
-                    f"{name!r} is no sampling parameter; leave it out", field=f"sampling_params.{name}"
+                    f"{name!r} is not a sampling parameter; leave it out", field=f"sampling_params.{name}"
                 )
         kept = {name: value for name, value in given.items() if name not in _ABOUT_TEXT}
         return validate({"max_tokens": most_tokens} | _DEFAULTS | kept | own, CompletionBody)

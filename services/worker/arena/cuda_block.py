@@ -61,7 +61,7 @@ class CudaBlock:
         self.tensor.zero_()
 
     def release(self) -> None:
-        """Give the memory back, after the kernels that were launched."""
+        """Give the memory back when all launched kernels have finished."""
         self._memory.unmap()
 
     def restore(self) -> None:
@@ -106,7 +106,7 @@ class _Memory:
             call("cuMemSetAccess", self._address, self._size, ctypes.byref(access), 1)
 
     def unmap(self) -> None:
-        """Unmap the memory and give it back, after the kernels that may use it."""
+        """Unmap the memory and give it back when all launched kernels have finished."""
         torch.cuda.set_device(self._index)
         torch.cuda.synchronize(self._index)
         handle, self._handle = self._handle, None

@@ -52,7 +52,7 @@ class QuantizedShards:
 
 
 class QuantizedSlice:
-    """A quantized tensor of open files. It is read when items are asked for, as a whole, or as a whole expert."""
+    """A quantized tensor of open files. Reading an item converts the whole tensor, or a whole expert."""
 
     def __init__(self, name: str, tensor: QuantizedTensor, files: dict[str, Any]) -> None:
         self._name, self._tensor, self._files = name, tensor, files
@@ -71,7 +71,7 @@ class QuantizedSlice:
         return torch.stack([self._values(expert) for expert in range(self._tensor.shape[0])])[index]
 
     def _values(self, expert: int | None) -> torch.Tensor:
-        """Return the values of all of the tensor, or of one expert. The parts of a tensor often need the same ones."""
+        """Return the values of the tensor, or of one expert, and keep them for the next part of the tensor."""
         if self._kept is None or self._kept[0] != expert:
             self._kept = None  # free the values first
             weight = self.weight(expert)

@@ -48,7 +48,7 @@ class Schedulers:
                 await worker.stop()
 
     async def start(self, index: int) -> None:
-        """Start a scheduler. It has the address of one that was stopped before."""
+        """Start a scheduler at the address of a scheduler that was stopped before."""
         config = SchedulerConfig(
             worker_addresses=(self.workers[index].address,), scheduler_listen=self.addresses[index]
         )

@@ -1,4 +1,4 @@
-"""Of two gateways that update the weights at the same time, one is refused everywhere."""
+"""Leases of updates: if two gateways update the weights at the same time, one is refused everywhere."""
 
 import asyncio
 

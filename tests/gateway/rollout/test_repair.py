@@ -77,7 +77,7 @@ async def lose(schedulers: Schedulers, lost: str) -> None:
 async def settled(schedulers: Schedulers, expected: str) -> None:
     """Wait until all workers have the version ``expected``, and check that all schedulers know it and compute."""
     [fleet] = schedulers.fleets
-    repairing = asyncio.create_task(WeightsRepair(fleet, patience_s=0.05).run())
+    repairing = asyncio.create_task(WeightsRepair(fleet, delay_s=0.05).run())
     try:
         await eventually_async(lambda: set(schedulers.versions) == {expected})
         await schedulers.until_ready(fleet)

@@ -1,4 +1,4 @@
-"""Which weights generated the tokens of samples whose scheduler was lost."""
+"""Versions of the weights that generated the tokens of samples whose scheduler was lost."""
 
 import asyncio
 
@@ -37,7 +37,7 @@ async def whole(running: ActiveRequest) -> tuple[list[int], tuple]:
 
 
 def check(tokens: list[int], spans: tuple, seed: int) -> None:
-    """Check that each token is the one that the weights of its span choose."""
+    """Check that the weights of its span choose each token."""
     at = 0
     assert count_tokens(spans) == len(tokens)
     for version, count in spans:

@@ -103,8 +103,8 @@ def _scheme(quantization: Quantization, name: str, module: str, layouts: Collect
     if scheme.layout not in layouts:
         wanted = _BLOCKS if scheme.layout == "mxfp4" else f".{_NAMES[scheme.layout][CODES][0]}"
         raise InvalidRequest(
-            f"{name} is quantized otherwise than quant_method={quantization.method!r} of config.json says, which stores"
-            f" {module}{wanted}; {_FIX}",
+            f"{name} does not fit quant_method={quantization.method!r} of config.json, with which"
+            f" {module}{wanted} is expected; {_FIX}",
             field="model",
         )
     return scheme
