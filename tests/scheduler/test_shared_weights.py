@@ -39,9 +39,7 @@ async def test_running_samples_continue_with_the_copied_weights():
             weights = (await service.pausing(commit(service, update_id))).weights
             assert (weights.version, weights.uploaded) == (f"v{number}", True)
             assert uploads(service) == [[update_id]]  # that of the update before is removed
-            answered = service.worker.answered
-            service.worker.release(5)
-            await service.worker.until_answered(answered + 5)
+            await service.answer_five()
         service.release()
         await client.finished(0)
         assert check_spans(client.samples[0], 100) == ["", "v1", "v2"]
