@@ -215,8 +215,9 @@ async def test_after_a_call_that_fails_at_one_rank_it_can_be_repeated(call):
 
 async def test_weights_are_replaced_when_they_are_awake():
     async with start(SHAPE) as service, session(service) as client:
-        await sleep(service, level=2)
         staged = await stage(service, 1, version="v1")
+        await sleep(service, level=2)
+        assert "weights are asleep" in await refusal(stage(service, 1, version="v1"))
         assert "weights are asleep" in await refusal(commit(service, staged))
         assert asleep(service) == [ALL_PARTS]
         await client.submit(0, **fields(10))

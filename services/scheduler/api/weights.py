@@ -164,6 +164,7 @@ class WeightUpdates:
     async def _stage(self, update: Update, uploaded_to: WorkerStream | None) -> control_pb2.StageWeightsResponse:
         """Stage ``update``, and forget the update that was staged before."""
         async with self._changing:
+            self._check_awake()  # before any replica commits an update that this one cannot commit
             replaced, self._staged, stream = self._staged, None, self._connected()
             if replaced is not None and replaced.update.uploaded:
                 await self._forget(replaced.update)
@@ -218,8 +219,7 @@ class WeightUpdates:
         """Write staged weights on all workers, while the core is paused."""
         if not await self._hub.ask(lambda core: core.is_paused):
             raise FailedPrecondition("generation was resumed before the commit; stage the update again")
-        if self._link.sleep is not None and MemoryPart.WEIGHTS in self._link.sleep.parts:
-            raise FailedPrecondition("the weights are asleep; wake them, and stage the update again")
+        self._check_awake()
         if self._link.stream is not staged.stream:
             raise Unavailable("a worker was lost after the update was staged; stage it again")
         staged.commit_sent = True
@@ -231,6 +231,10 @@ class WeightUpdates:
         self._link.committed = weights
         await asyncio.wrap_future(self._hub.engine.change_weights(weights))
         return weights
+
+    def _check_awake(self) -> None:
+        if self._link.sleep is not None and MemoryPart.WEIGHTS in self._link.sleep.parts:
+            raise FailedPrecondition("the weights are asleep; wake them, and stage the update again")
 
     def _connected(self) -> WorkerStream:
         if (stream := self._link.stream) is None:

@@ -19,7 +19,7 @@ from tests.gateway.deployment import PATIENCE_S, eventually_async
 from tests.gateway.rollout.schedulers import Schedulers, cancelled
 from tokasaurus.common.v1 import weights_pb2
 from tokasaurus.scheduler.v1 import control_pb2 as c
-from tokasaurus.scheduler.v1 import observe_pb2, scheduler_pb2_grpc
+from tokasaurus.scheduler.v1 import observe_pb2, scheduler_pb2_grpc, sleep_pb2
 
 STAGES = {"staged at some": (1, 0), "staged at all": (2, 0), "committed at some": (2, 1), "committed at all": (2, 2)}
 LOST = [
@@ -128,6 +128,15 @@ async def test_schedulers_are_left_as_they_are_if_the_files_have_changed():
             await repair(fleet, fleet.replicas)
         assert schedulers.versions == ["v2", ""]
         assert last.staged is None
+
+
+async def test_an_update_changes_nothing_if_the_weights_of_one_scheduler_are_asleep():
+    async with Schedulers.running() as schedulers:
+        async with stub_of(schedulers.addresses[0]) as stub:
+            await stub.Sleep(sleep_pb2.SleepRequest(mode=c.PAUSE_MODE_KEEP))
+        with pytest.raises(FailedPrecondition, match="asleep"):
+            await control.update_weights(schedulers.fleets[0], "/weights/1", "v1", "keep")
+        assert schedulers.versions == ["", ""]
 
 
 def replica(model: str, version: str | None, fingerprint: int = 0) -> SimpleNamespace:
