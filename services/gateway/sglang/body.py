@@ -55,6 +55,10 @@ Ids = Annotated[list[np.ndarray], PlainValidator(_as_ids, json_schema_input_type
 class GenerateSampling(Body):
     """``sampling_params`` of ``POST /generate``. The defaults are SGLang's, and not those of the model."""
 
+    elsewhere: ClassVar[Mapping[str, Elsewhere]] = {
+        ours: Elsewhere(theirs) for theirs, ours in COMPLETION_NAMES.items()
+    }
+
     max_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         default=128,
         description="Maximum number of tokens in an answer. null: the rest of the context. 0 only computes"
@@ -181,6 +185,8 @@ class GenerateBody(Body):
         prompts = len(self.prompts)
         if isinstance(self.rid, list) and len(self.rid) != prompts:
             raise ValueError(f"rid: {len(self.rid)} ids for {prompts} prompts; send one for each prompt")
+        if not self.return_logprob:
+            self._refuse_logprobs()
         if self.stream and self.scores_prompt:
             raise ValueError("logprob_start_len: not with stream; leave one of them out")
         if self.sampling_params.max_new_tokens == 0 and not self.scores_prompt:
@@ -189,6 +195,15 @@ class GenerateBody(Body):
                 " more; ask for at least 1"
             )
         return self
+
+    def _refuse_logprobs(self) -> None:
+        given = {
+            "top_logprobs_num": self.top_logprobs_num > 0,
+            "logprob_start_len": self.logprob_start_len >= 0,
+            "return_text_in_logprobs": self.return_text_in_logprobs,
+        }
+        for name in (name for name, is_given in given.items() if is_given):
+            raise ValueError(f"{name}: only allowed with return_logprob; send both, or leave it out")
 
     @property
     def prompts(self) -> list[str] | list[np.ndarray]:

@@ -159,12 +159,32 @@ def test_alternatives_and_texts_of_tokens(deployment):
         ({"text": "Hi", "return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num"),
         ({"text": "Hi", "return_logprob": True, "logprob_start_len": 0, "stream": True}, "logprob_start_len"),
         ({"text": "Hi", "return_logprob": True, "logprob_start_len": 99}, "logprob_start_len"),
+        ({"text": "Hi", "top_logprobs_num": 2}, "top_logprobs_num"),
+        ({"text": "Hi", "logprob_start_len": 0}, "logprob_start_len"),
+        ({"text": "Hi", "return_text_in_logprobs": True}, "return_text_in_logprobs"),
+        ({"text": "Hi", "sampling_params": {"max_tokens": 2}}, "sampling_params.max_tokens"),
+        ({"text": "Hi", "sampling_params": {"seed": 2}}, "sampling_params.seed"),
         ({"text": "Hi", "rid": ["a", "b"]}, "rid"),
         ({"text": "Hi", "return_routed_experts": True}, "return_routed_experts"),
     ],
 )
 def test_a_refusal_names_the_parameter(deployment, body, field):
     assert refusal(deployment, **body) == (400, field)
+
+
+@pytest.mark.parametrize(
+    ("body", "names"),
+    [
+        ({"sampling_params": {"regex": "a", "ebnf": "b"}}, ["'sampling_params.ebnf'", "sampling_params.regex"]),
+        ({"routed_experts_start_len": 1}, ["'routed_experts_start_len'"]),
+        ({"sampling_params": {"n": 99_999}}, ["sampling_params.n=99999"]),
+    ],
+)
+def test_the_message_of_a_refusal_has_the_names_of_this_endpoint(deployment, body, names):
+    answer = httpx.post(f"{deployment.url}/generate", json={"text": "Hi"} | body, timeout=PATIENCE_S)
+    message = answer.json()["error"]["message"]
+    assert all(name in message for name in names)
+    assert not any(name in message for name in ("guided_", "prompt_start"))
 
 
 def test_unknown_parameters_are_listed(deployment):
