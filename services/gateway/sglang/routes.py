@@ -25,7 +25,12 @@ _NAMES = {ours: f"sampling_params.{theirs}" for theirs, ours in COMPLETION_NAMES
     "routed_experts_prompt_start": "routed_experts_start_len",
 }
 _NAMES |= {name: f"sampling_params.{name}" for name in ("logit_bias", "n", "stop_token_ids")}
-_NAME = re.compile(rf"\b({'|'.join(sorted(_NAMES, key=len, reverse=True))})\b(?==|:)")
+_WITH_UNDERSCORE, _PLAIN = (
+    "|".join(sorted((name for name in _NAMES if ("_" in name) is wanted), key=len, reverse=True))
+    for wanted in (True, False)
+)
+# In a message. A name without an underscore may be a word, unless a value or a colon follows.
+_NAME = re.compile(rf"(?<![\w.])(?:(?:{_WITH_UNDERSCORE})\b|(?:{_PLAIN})(?==|'?:))")
 
 router = Router()
 
