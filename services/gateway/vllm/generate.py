@@ -91,7 +91,10 @@ class TokenGenerateBody(Body):
                     f"{name!r} is not a sampling parameter; leave it out", field=f"sampling_params.{name}"
                 )
         kept = {name: value for name, value in given.items() if name not in _ABOUT_TEXT}
-        return validate({"max_tokens": most_tokens} | _DEFAULTS | kept | own, CompletionBody)
+        set_by_caller = {CompletionBody.other_names.get(name, name) for name in kept}
+        defaults = {"max_tokens": most_tokens} | _DEFAULTS
+        missing = {name: value for name, value in defaults.items() if name not in set_by_caller}
+        return validate(missing | kept | own, CompletionBody)
 
 
 class TokenShape(CompletionShape):

@@ -46,6 +46,11 @@ def test_without_a_limit_the_answer_fills_the_context(deployment):
     assert (len(choice["token_ids"]), choice["logprobs"]) == (8, None)
 
 
+def test_another_name_of_a_parameter_replaces_its_default(deployment):
+    [choice] = generate(deployment, token_ids=IDS, sampling_params={"max_new_tokens": 2, "ignore_eos": True})["choices"]
+    assert len(choice["token_ids"]) == 2
+
+
 def test_a_prompt_is_scored(deployment):
     params = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 1}
     scores = generate(deployment, token_ids=IDS, sampling_params=params)["prompt_logprobs"]
