@@ -38,20 +38,19 @@ async def updating(fleet: Fleet, replicas: Sequence[Replica] | None = None) -> A
             finally:
                 renewing.cancel()
         finally:
-            await asyncio.gather(*(_release(each, holder) for each in held))
+            await asyncio.gather(*(_take_if_connected(each, holder, 0.0) for each in held))
 
 
 async def _renew(replicas: Sequence[Replica], holder: str) -> None:
     while True:
         await asyncio.sleep(_RENEW_S)
-        for replica in replicas:
-            with contextlib.suppress(TokaError):  # it is lost, and the update fails there
-                await _take(replica, holder, _LEASE_S)
+        # At the same time, so that a scheduler without a response does not delay the others until their leases end.
+        await asyncio.gather(*(_take_if_connected(each, holder, _LEASE_S) for each in replicas))
 
 
-async def _release(replica: Replica, holder: str) -> None:
-    with contextlib.suppress(TokaError):
-        await _take(replica, holder, 0.0)
+async def _take_if_connected(replica: Replica, holder: str, seconds: float) -> None:
+    with contextlib.suppress(TokaError):  # it is lost, and the update fails there
+        await _take(replica, holder, seconds)
 
 
 async def _take(replica: Replica, holder: str, seconds: float) -> None:

@@ -1,6 +1,7 @@
 """Leases of updates: if two gateways update the weights at the same time, one is refused everywhere."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +9,7 @@ from services.common.errors import FailedPrecondition, InvalidRequest
 from services.gateway.rollout import control
 from services.gateway.rollout.lease import updating
 from services.scheduler.api.lease import UpdateLease
+from tests.gateway.deployment import PATIENCE_S
 from tests.gateway.rollout.schedulers import Schedulers
 
 
@@ -65,6 +67,33 @@ async def test_a_failed_update_ends_its_leases():
                     pass
         async with updating(second):
             pass
+
+
+class Replica:
+    """A scheduler that holds its second response back if it is ``hung``."""
+
+    def __init__(self, scheduler_id: str, *, hung: bool) -> None:
+        self.address = self.scheduler_id = scheduler_id
+        self.stub, self._hung = self, hung
+        self.calls = 0
+        self.renewed = asyncio.Event()
+
+    def metadata(self) -> tuple[()]:
+        return ()
+
+    async def LeaseUpdates(self, request, metadata, timeout) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            self.renewed.set()
+            if self._hung:
+                await asyncio.Event().wait()
+
+
+async def test_a_scheduler_without_a_response_does_not_delay_the_leases_of_the_others(monkeypatch):
+    monkeypatch.setattr("services.gateway.rollout.lease._RENEW_S", 0.0)
+    replicas = [Replica("a", hung=True), Replica("b", hung=False)]
+    async with asyncio.timeout(PATIENCE_S), updating(SimpleNamespace(updating=asyncio.Lock()), replicas):
+        await replicas[1].renewed.wait()
 
 
 def test_a_lease_ends_by_itself_and_only_for_its_holder():
