@@ -69,13 +69,14 @@ async def loads(request: Request) -> Response:
 async def _model(gateway: Gateway) -> dict[str, Any]:
     facts = await gateway.fleet.model(None)
     request = control_pb2.GetWeightsRequest()
-    [first, *_] = await call_each(gateway.fleet, lambda stub: stub.GetWeights, request, since=_SINCE_WEIGHTS)
+    found = await call_each(gateway.fleet, lambda stub: stub.GetWeights, request, since=_SINCE_WEIGHTS)
+    versions = [each.weights.version for each in found if not isinstance(each, TokaError)]
     return {
         "model_path": facts.root or facts.id,
         "served_model_name": facts.id,
         "tokenizer_path": facts.root or facts.id,
         "is_generation": True,
-        "weight_version": "" if isinstance(first, TokaError) else first.weights.version,
+        "weight_version": next(iter(versions), ""),  # of the first that is connected
     }
 
 

@@ -6,7 +6,8 @@ from itertools import pairwise
 import httpx
 import pytest
 
-from tests.gateway.deployment import PATIENCE_S, eventually
+from tests.gateway.deployment import PATIENCE_S, eventually, eventually_async
+from tests.gateway.replicas import Replicas
 from tests.gateway.rollout.conftest import get, post
 
 IDS = [40, 41, 42]
@@ -223,3 +224,13 @@ def test_the_server_describes_itself(trained):
     assert model["is_generation"]
     assert model.items() <= info.items()
     assert httpx.get(f"{trained.url}/health_generate", timeout=PATIENCE_S).status_code == 200
+
+
+async def test_the_version_is_that_of_the_schedulers_that_are_connected(tmp_path):
+    async with Replicas.running(tmp_path, 2, worker={}) as replicas:
+        post(
+            replicas.deployment, "/update_weights_from_disk", json={"model_path": "/weights/1", "weight_version": "s1"}
+        )
+        replicas.schedulers[0].kill()
+        await eventually_async(lambda: replicas.ready == 1)
+        assert get(replicas.deployment, "/model_info")["weight_version"] == "s1"
