@@ -52,7 +52,7 @@ async def post_weights_by_name(request: Request) -> Response:
 @router.get("/get_weights_by_name", openapi_extra=_QUERY)
 async def get_weights_by_name(request: Request) -> Response:
     """Return the first rows of a tensor of the checkpoint, as ``POST`` does. A JSON body has precedence."""
-    if int(request.headers.get("content-length", 0)):
+    if int(request.headers.get("content-length", 0)) or "transfer-encoding" in request.headers:
         return await _read(request, await read_optional(request, ReadTensorBody))
     given: dict[str, Any] = dict(request.query_params)
     if "truncate_size" in given:

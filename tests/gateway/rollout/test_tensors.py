@@ -6,6 +6,8 @@ import pytest
 from tests.gateway.deployment import PATIENCE_S
 from tests.gateway.rollout.conftest import post
 
+CHUNKS = [b'{"name": "norm", ', b'"truncate_size": 3}']  # a body without content-length
+
 
 def read(deployment, method: str = "POST", path: str = "/get_weights_by_name", **given) -> httpx.Response:
     return httpx.request(method, deployment.url + path, timeout=PATIENCE_S, **given)
@@ -16,6 +18,7 @@ def read(deployment, method: str = "POST", path: str = "/get_weights_by_name", *
     [
         ("POST", {"json": {"name": "norm", "truncate_size": 3}}),
         ("GET", {"json": {"name": "norm", "truncate_size": 3}}),  # as SGLang's own tests do
+        ("GET", {"content": CHUNKS, "headers": {"content-type": "application/json"}}),
         ("GET", {"params": {"name": "norm", "truncate_size": "3"}}),
     ],
 )
