@@ -1,5 +1,6 @@
 """Tensors read by name from the memory of ranks are those of the checkpoint."""
 
+import difflib
 import math
 
 import numpy as np
@@ -100,6 +101,15 @@ def test_an_unknown_name_is_refused_with_a_similar_one(checkpoint):
     described, [model] = loaded(checkpoint("llama"))
     with pytest.raises(NotFound, match=f"did you mean '{Q_PROJ}'"):
         reading.read_rows(model, described, Q_PROJ.replace("q_proj", "q_prj"), 1)
+
+
+def test_names_that_differ_in_numbers_are_compared_once(monkeypatch):
+    compared = []
+    ratio = difflib.SequenceMatcher.ratio
+    monkeypatch.setattr(difflib.SequenceMatcher, "ratio", lambda self: compared.append(self.a) or ratio(self))
+    with pytest.raises(NotFound, match=f"did you mean '{Q_PROJ}'"):
+        reading.read_rows(None, small_config(layers=300), "model.layers.7.self_attn.q_prj.weight", 1)
+    assert len(compared) < 50
 
 
 def test_rows_with_too_many_values_are_refused_with_the_number_that_is_allowed():

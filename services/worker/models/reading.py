@@ -2,6 +2,8 @@
 
 import difflib
 import math
+import re
+from collections.abc import Iterable
 
 import torch
 
@@ -24,9 +26,9 @@ def read_rows(model: DecoderModel, described: ModelConfig, name: str, rows: int)
     shapes = checkpoint_shapes(described)
     name = EMBEDDING if described.tied_embeddings and name == HEAD else name
     if name not in shapes:
-        similar = difflib.get_close_matches(name[:256], shapes, 1, 0) or [EMBEDDING]
         raise NotFound(
-            f"the model has no tensor {name[:256]!r}; did you mean {similar[0]!r}? Names are those of the checkpoint",
+            f"the model has no tensor {name[:256]!r}; did you mean {_similar(name[:256], shapes)!r}? Names are those of"
+            " the checkpoint",
             field="name",
         )
     shape = (min(rows, shapes[name][0]), *shapes[name][1:])
@@ -41,3 +43,17 @@ def read_rows(model: DecoderModel, described: ModelConfig, name: str, rows: int)
     values = torch.full(shape, torch.nan, dtype=torch.float32)
     copy_rows(target, values)
     return TensorRows(shape, values)
+
+
+def _similar(name: str, names: Iterable[str]) -> str:
+    """Return the first of ``names`` that is most similar to ``name`` without its numbers.
+
+    Names that differ only in the numbers of layers and experts are compared once, because there may be 100,000.
+    """
+    by_form = {_form(each): each for each in reversed(list(names))}
+    [closest] = difflib.get_close_matches(_form(name), by_form, 1, 0)
+    return by_form[closest]
+
+
+def _form(name: str) -> str:
+    return re.sub(r"\d+", "0", name)
