@@ -241,7 +241,11 @@ async def update_weights(request: Request) -> Response:
             raise
         return response(200, {"status": "ok"} | updated(version), ignored_header(body))
     if isinstance(info, ipc.IpcUpdateInfo):
-        await while_connected(request.receive, ipc.copy(fleet, info.message()))
+        try:
+            await while_connected(request.receive, ipc.copy(fleet, info.message()))
+        except InvalidRequest as error:
+            error.field = "update_info" if error.field == "tensors" else error.field
+            raise
         return response(200, {"message": "Weights updated"}, ignored_header(body))
     async with undo_on_error_async(broadcast.leave, fleet, info.group_name):  # the trainer may send the tensors
         if info.packed:

@@ -28,11 +28,11 @@ Shapes = Annotated[
 def described(
     names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], field: str
 ) -> list[weights_pb2.UploadedTensor]:
-    """Return the descriptions of tensors. ``field`` is that of ``dtypes``. Raises ``InvalidRequest``."""
+    """Return the descriptions of tensors. ``field`` is the path of ``dtypes``. Raises ``InvalidRequest``."""
     if not len(names) == len(dtypes) == len(shapes):
         raise InvalidRequest(
             f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes: expected one of each for every tensor",
-            field="names",
+            field=f"{field[: field.rfind('.') + 1]}names",
         )
     found = []
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):

@@ -59,9 +59,9 @@ WRONG = [
     (shared("norm", handle="é" * 86), "update_info.ipc_handles", "norm has 0 bytes"),
     (shared("norm", ipc_handles=[{"GPU-1": {"handle": HANDLE, "offset": -1}}]), "GPU-1.offset", "0 or more"),
     (shared("norm", dtype_names=["int8"]), "update_info.dtype_names", "norm has dtype"),
-    (shared("norm", dtype_names=[]), "names", "expected one of each"),
-    (shared("norm", handle=base64.b64encode(BAD_HANDLE).decode()), "tensors", "norm: its handle cannot be opened"),
-    (shared("other"), "tensors", "other"),
+    (shared("norm", dtype_names=[]), "update_info.names", "expected one of each"),
+    (shared("norm", handle=base64.b64encode(BAD_HANDLE).decode()), "update_info", "norm: its handle cannot be opened"),
+    (shared("other"), "update_info", "other"),
 ]
 
 
