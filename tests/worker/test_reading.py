@@ -85,6 +85,20 @@ def test_values_in_fp8_are_multiplied_by_their_scales(checkpoint):
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tp_size": 2, "pp_size": 2}], ids=["alone", "ranks"])
+@pytest.mark.parametrize(("quantization", "steps"), [("int8", 254), ("int4", 15)])
+def test_integers_are_multiplied_by_their_scales(checkpoint, quantization, steps, sizes):
+    directory = checkpoint("llama", hidden_size=64, intermediate_size=192, vocab_size=200)
+    described, models = loaded(directory, quantization=quantization, **sizes)
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        for rows in (1, 70, 10**6):
+            exact, found = tensor[:rows].numpy(), read(described, models, name, rows)
+            assert found.shape == exact.shape
+            assert np.any(found != exact) == (name.endswith(("_proj.weight", "lm_head.weight")))
+            step = float(np.abs(exact).max()) * 2 / steps
+            np.testing.assert_allclose(found, exact, atol=step, err_msg=name)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tp_size": 2, "pp_size": 2}], ids=["alone", "ranks"])
 def test_a_tied_head_has_the_values_of_the_embedding(checkpoint, sizes):
     described, models = loaded(checkpoint("llama", tied=True), **sizes)
     np.testing.assert_array_equal(read(described, models, HEAD, 50), read(described, models, EMBEDDING, 50))

@@ -112,6 +112,14 @@ class IntegerRows:
             linear.weight.permute(0, 2, 1)[place] = values if linear.bits == 8 else _paired(values)
             linear.scale.permute(0, 3, 1, 2)[place] = scales
 
+    def copy_to(self, rows: torch.Tensor) -> None:
+        """Copy the first values, as the product reads them, to ``rows [rows, inputs]`` float32."""
+        linear, stop = self._linear, self._start + len(rows)
+        first, last = self._start // INTEGER_PANEL, -(-stop // INTEGER_PANEL)
+        skipped = first * INTEGER_PANEL
+        found = dequantized(linear.weight[first:last], linear.scale[first:last], stop - skipped)
+        rows.copy_(found[:, self._start - skipped :].t())
+
 
 def _paired(values: torch.Tensor) -> torch.Tensor:
     """Return ``values [rows, inputs]`` from 0 to 15 in bytes, ``[rows, inputs / 2]``."""
