@@ -3,6 +3,7 @@
 Each function raises ``InvalidRequest``. Without torch, so that ``toka-doctor`` can run them before a start.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from services.common.config import WorkerConfig
@@ -105,15 +106,7 @@ def refuse_unquantizable_sizes(config: ModelConfig, tp_size: int) -> None:
         sizes["intermediate_size"] = config.intermediate_size
     for experts in config.experts:
         sizes |= {"width of an expert": experts.width, "width of the shared expert": experts.shared_width}
-    for name, size in sizes.items():
-        if size % _FP8_MULTIPLE:
-            raise InvalidRequest(
-                f"flag quantization=fp8: the model's {name} is {size}"
-                + (f" on each of tp_size={tp_size} ranks" if tp_size > 1 else "")
-                + f", which is not a multiple of {_FP8_MULTIPLE}; use quantization=none"
-                + (" or a lower tp_size" if tp_size > 1 else ""),
-                field="quantization",
-            )
+    _refuse_other_multiples("fp8", sizes, _FP8_MULTIPLE, tp_size)
 
 
 def refuse_integer_weights(config: ModelConfig, quantization: str, device: str, tp_size: int) -> None:
@@ -137,12 +130,17 @@ def refuse_integer_weights(config: ModelConfig, quantization: str, device: str, 
         "num_attention_heads * head_dim": config.heads * config.head_dim,
         "intermediate_size": config.intermediate_size,
     }
+    _refuse_other_multiples(quantization, sizes, INTEGER_GROUP, tp_size)
+
+
+def _refuse_other_multiples(quantization: str, sizes: Mapping[str, int], multiple: int, tp_size: int) -> None:
+    """Raise ``InvalidRequest`` if one of ``sizes``, by name, is not a multiple of ``multiple``."""
     for name, size in sizes.items():
-        if size % INTEGER_GROUP:
+        if size % multiple:
             raise InvalidRequest(
-                f"{flag}: the model's {name} is {size}"
+                f"flag quantization={quantization}: the model's {name} is {size}"
                 + (f" on each of tp_size={tp_size} ranks" if tp_size > 1 else "")
-                + f", which is not a multiple of {INTEGER_GROUP}; use quantization=none"
+                + f", which is not a multiple of {multiple}; use quantization=none"
                 + (" or a lower tp_size" if tp_size > 1 else ""),
                 field="quantization",
             )
