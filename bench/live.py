@@ -15,12 +15,13 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
 import numpy as np
-from pydantic import Field, PlainValidator
+from pydantic import Field
 
+from bench.rollout import Lengths
 from bench.send import failures
 from bench.server import report
 from bench.target import Target, TargetConfig, first_target, rival
@@ -34,7 +35,6 @@ from services.cli.bench.sending import Bodies, Body
 from services.common.config import from_command_line
 from services.common.flags import Bool, Float, Int, Ints
 
-Lengths = Annotated[PromptLengths, PlainValidator(lambda value: PromptLengths.parse(str(value)))]
 _GAP_S = 0.1  # between two traced requests
 _BATCH_LINES = 20_000
 
@@ -95,7 +95,7 @@ def measure(config: LiveConfig, target: Target, probes: Probes | None) -> dict[s
     with _batch(config, target) if config.batch else contextlib.nullcontext():
         _drive(config, target, config.rates[0], 2.0, -1)  # warm up
         for number, rate in enumerate(config.rates):
-            found[f"{rate}"] = measure_rate(config, target, rate, number, probes)
+            found[str(rate)] = measure_rate(config, target, rate, number, probes)
     _show(target, found)
     return found
 

@@ -30,6 +30,8 @@ from services.common.rpc.channel import PLAIN
 from tokasaurus.scheduler.v1 import control_pb2, generate_pb2, scheduler_pb2_grpc, session_pb2
 
 MOST_SUBMITS = 1024  # in one message
+# A flag: 256, 128-512, or lognormal:MEDIAN,SIGMA,MAXIMUM.
+Lengths = Annotated[PromptLengths, PlainValidator(lambda value: PromptLengths.parse(str(value)))]
 NEVER = np.iinfo(np.int64).max
 
 
@@ -44,7 +46,7 @@ class RolloutConfig(Config):
     requests_per_prompt: Int = Field(4, ge=1, description="requests that share them; those of a request end together")
     update_at: Float = Field(0.75, gt=0, le=1, description="share of a round's samples that end before the update")
     prompt_tokens: Int = Field(64, ge=1)
-    output_tokens: Annotated[PromptLengths, PlainValidator(lambda value: PromptLengths.parse(str(value)))] = Field(
+    output_tokens: Lengths = Field(
         PromptLengths.parse("lognormal:50,0.9,600"), description="256, 128-512, or lognormal:MEDIAN,SIGMA,MAXIMUM"
     )
     vocab_size: Int = Field(2000, ge=3, description="prompts are random token ids below it")
