@@ -37,15 +37,15 @@ def groups(service: Service) -> list[list[str]]:
     return [list(worker.groups) for worker in service.workers]
 
 
-async def test_running_samples_continue_with_the_received_weights():
-    async with start(SHAPE) as service, session(service) as client:
+async def check_two_updates(service: Service, send) -> None:
+    """Replace the weights twice while a sample runs. ``send(service, names..., number=)`` sends tensors."""
+    async with session(service) as client:
         await service.begin(client, **fields(100))
         service.worker.on_commit = service.worker.hold
-        await join(service)
         for number in (1, 2):
-            response = await receive(service, "scale")
+            response = await send(service, "scale")
             assert (response.missing, response.first_missing) == (1, "norm")
-            assert (await receive(service, "norm", number=number)).missing == 0
+            assert (await send(service, "norm", number=number)).missing == 0
             update_id = await stage(service, f"v{number}")
             weights = (await service.pausing(commit(service, update_id))).weights
             assert (weights.version, weights.uploaded) == (f"v{number}", True)
@@ -54,6 +54,12 @@ async def test_running_samples_continue_with_the_received_weights():
         service.release()
         await client.finished(0)
         assert check_spans(client.samples[0], 100) == ["", "v1", "v2"]
+
+
+async def test_running_samples_continue_with_the_received_weights():
+    async with start(SHAPE) as service:
+        await join(service)
+        await check_two_updates(service, receive)
 
 
 @pytest.mark.parametrize("one_host", [True, False])

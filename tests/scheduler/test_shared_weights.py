@@ -7,10 +7,10 @@ import pytest
 
 from tests.fakes.broadcasts import BAD_HANDLE
 from tests.fakes.worker import FakeReplica
-from tests.scheduler.service import Service, session, start
-from tests.scheduler.test_broadcasts import groups, join, receive, stage
+from tests.scheduler.service import Service, start
+from tests.scheduler.test_broadcasts import check_two_updates, groups, join, receive, stage
 from tests.scheduler.test_uploads import refused, uploads
-from tests.scheduler.test_weights import SHAPE, check_spans, commit, fields, versions
+from tests.scheduler.test_weights import SHAPE, commit, fields, versions
 from tokasaurus.common.v1 import weights_pb2
 from tokasaurus.scheduler.v1 import shared_weights_pb2 as s
 
@@ -28,21 +28,8 @@ def copy(service: Service, *names: str, number: int = 1, handle: bytes = HANDLE,
 
 
 async def test_running_samples_continue_with_the_copied_weights():
-    async with start(SHAPE) as service, session(service) as client:
-        await service.begin(client, **fields(100))
-        service.worker.on_commit = service.worker.hold
-        for number in (1, 2):
-            response = await copy(service, "scale")
-            assert (response.missing, response.first_missing) == (1, "norm")
-            assert (await copy(service, "norm", number=number)).missing == 0
-            update_id = await stage(service, f"v{number}")
-            weights = (await service.pausing(commit(service, update_id))).weights
-            assert (weights.version, weights.uploaded) == (f"v{number}", True)
-            assert uploads(service) == [[update_id]]  # that of the update before is removed
-            await service.answer_five()
-        service.release()
-        await client.finished(0)
-        assert check_spans(client.samples[0], 100) == ["", "v1", "v2"]
+    async with start(SHAPE) as service:
+        await check_two_updates(service, copy)
 
 
 async def test_all_ranks_copy_from_the_same_memory():

@@ -133,3 +133,19 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def allowed(tmp_path) -> Path:
+    """A directory from which workers may read weights."""
+    directory = tmp_path / "allowed"
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+async def scheduler(worker, connect, allowed) -> Scheduler:
+    """A scheduler of a worker that has loaded its model and takes new weights."""
+    scheduler = await connect(await worker(weight_directories=(str(allowed),)))
+    await scheduler.info()
+    return scheduler

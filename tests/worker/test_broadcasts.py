@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import AsyncIterator
 from datetime import timedelta
-from pathlib import Path
 
 import grpc
 import pytest
@@ -61,20 +60,6 @@ async def update(scheduler: Scheduler, trainer: Trainer, tensors: Tensors, updat
     call = receive(scheduler, tensors, update_id, trainer.name)
     trainer.send(tensors.values())
     assert (await call).missing == 0
-
-
-@pytest.fixture
-async def allowed(tmp_path) -> Path:
-    directory = tmp_path / "allowed"
-    directory.mkdir()
-    return directory
-
-
-@pytest.fixture
-async def scheduler(worker, connect, allowed) -> Scheduler:
-    scheduler = await connect(await worker(weight_directories=(str(allowed),)))
-    await scheduler.info()
-    return scheduler
 
 
 @pytest.mark.parametrize("flags", [{}, {"quantization": "fp8"}], ids=["plain", "fp8"])

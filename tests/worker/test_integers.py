@@ -21,6 +21,7 @@ from tests.gguf_files import write_gguf
 from tests.real_model import needs_real_model
 from tests.worker.driver import Driver
 from tests.worker.small_models import CPU, one_sequence, small_config, small_model
+from tests.worker.test_quantization import fill
 
 BITS, QUANTIZATIONS = (8, 4), ("int8", "int4")
 PROMPTS = ([3 + index * 7 % 300 for index in range(40)], [5, 6], list(range(20, 90)))
@@ -35,14 +36,7 @@ def filled(
 ) -> IntegerLinear:
     """Return a layer with the parts of a checkpoint copied into it."""
     linear = IntegerLinear(weight.shape[1], outputs, bias is not None, bits=bits)
-    names = [str(number) for number in range(len(linear.outputs))]
-    targets = linear.targets(*names)
-    for name, part in zip(names, weight.split(linear.outputs), strict=True):
-        targets[f"{name}.weight"].copy_(part)
-    if bias is not None:
-        for name, part in zip(names, bias.split(linear.outputs), strict=True):
-            targets[f"{name}.bias"].copy_(part)
-    return linear
+    return fill(linear, weight, bias)
 
 
 @settings(max_examples=30, deadline=None)

@@ -42,13 +42,13 @@ def test_rows_of_zeros_stay_zeros():
 def test_what_is_not_finite_spoils_its_row_alone(bad):
     x = random(3, 32)
     x[1, 5] = bad
-    linear = filled(Fp8Linear(32, 16, dtype=torch.float32), random(16, 32))
+    linear = fill(Fp8Linear(32, 16, dtype=torch.float32), random(16, 32))
     assert linear(quantize_rows(x)).isfinite().all(dim=1).tolist() == [True, False, True]
     assert not linear(quantize_rows(x))[1].isfinite().any()
 
 
-def filled(linear: torch.nn.Module, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.nn.Module:
-    """``linear`` with the parts of a checkpoint copied into it."""
+def fill(linear: torch.nn.Module, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.nn.Module:
+    """Copy the parts of a checkpoint into ``linear``, and return it."""
     names = [str(number) for number in range(len(linear.outputs))]
     targets = linear.targets(*names)
     for name, part in zip(names, weight.split(linear.outputs), strict=True):
@@ -64,12 +64,12 @@ def filled(linear: torch.nn.Module, weight: torch.Tensor, bias: torch.Tensor | N
 def test_a_product_is_near_the_exact_one(outputs, bias):
     width = 48 if outputs == 48 else 64
     weight, offsets, x = random(width, 96, seed=1), random(width, seed=2) if bias else None, random(10, 96)
-    exact = filled(Linear(96, outputs, bias), weight, offsets)(x)
-    product = filled(Fp8Linear(96, outputs, bias, dtype=torch.float32), weight, offsets)(quantize_rows(x))
+    exact = fill(Linear(96, outputs, bias), weight, offsets)(x)
+    product = fill(Fp8Linear(96, outputs, bias, dtype=torch.float32), weight, offsets)(quantize_rows(x))
     assert (product - exact).norm() / exact.norm() < 0.05
     total = random(10, width, seed=3)
     expected = total + product
-    assert filled(Fp8Linear(96, outputs, bias, dtype=torch.float32), weight, offsets)(quantize_rows(x), total) is total
+    assert fill(Fp8Linear(96, outputs, bias, dtype=torch.float32), weight, offsets)(quantize_rows(x), total) is total
     torch.testing.assert_close(total, expected)
 
 

@@ -7,12 +7,11 @@ import pytest
 
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
-from services.common.memory_parts import ALL_PARTS
 from services.worker.boot.common import boot
 from tests import quantized_files as files
 from tests.worker.scheduler import status_of
 from tests.worker.test_quantized_checkpoints import BLOCKS, EXPERTS, SIZES, gptq
-from tests.worker.test_sleep import sleeper_of
+from tests.worker.test_sleep import check_weights_are_read_again
 from tests.worker.test_weights import FLAGS, checksums, commit, generated, stage, weights_of
 
 
@@ -76,13 +75,7 @@ async def test_parts_of_quantized_weights_without_settings_are_refused(models, w
 @pytest.mark.parametrize(("kind", "flags"), [("gptq", {}), ("fp8", {"quantization": "fp8"}), ("mxfp4", {})])
 def test_dropped_weights_are_read_again(models, kind, flags):
     booted = boot(WorkerConfig(model=str(models[kind][0]), **FLAGS | flags))
-    sleeper, weights = sleeper_of(booted)
-    expected, sums = generated(booted), weights.checksums()
-    sleeper.sleep(ALL_PARTS, 2)
-    sleeper.wake(ALL_PARTS)
-    assert weights.checksums() == sums
-    assert generated(booted) == expected
-    booted.runner.close()
+    check_weights_are_read_again(booted)
 
 
 HOSTILE = {

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from pathlib import Path
 
 import grpc
 import pytest
@@ -27,20 +26,6 @@ def gpu(monkeypatch) -> FakeGpu:
     gpu = FakeGpu()
     monkeypatch.setattr("services.worker.engine.shared_weights.gpu_of", lambda device: gpu)
     return gpu
-
-
-@pytest.fixture
-async def allowed(tmp_path) -> Path:
-    directory = tmp_path / "allowed"
-    directory.mkdir()
-    return directory
-
-
-@pytest.fixture
-async def scheduler(worker, connect, allowed) -> Scheduler:
-    scheduler = await connect(await worker(weight_directories=(str(allowed),)))
-    await scheduler.info()
-    return scheduler
 
 
 def shared(gpu: FakeGpu, tensors: Tensors, update_id: str = "u", uuid: str = UUID) -> s.CopySharedWeightsRequest:

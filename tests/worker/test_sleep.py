@@ -43,6 +43,17 @@ def sleeper_of(booted: Booted, *directories: Path) -> tuple[Sleeper, ModelWeight
     return sleeper, weights
 
 
+def check_weights_are_read_again(booted: Booted) -> None:
+    """Check that a worker computes the same after a sleep that drops its weights, and close it."""
+    sleeper, weights = sleeper_of(booted)
+    expected, sums = generated(booted), weights.checksums()
+    sleeper.sleep(ALL_PARTS, 2)
+    sleeper.wake(ALL_PARTS)
+    assert weights.checksums() == sums
+    assert generated(booted) == expected
+    booted.runner.close()
+
+
 CASES = [
     ("llama", {}, {}),
     ("llama", {}, {"load_format": "dummy"}),
@@ -88,13 +99,7 @@ def test_answers_after_a_sleep_are_those_before(checkpoint, architecture, argume
 def test_dropped_weights_are_read_again_from_a_gguf_file(checkpoint, tmp_path, flags):
     path = write_gguf(tmp_path / "model.gguf", checkpoint("llama"), kind=gguf.GGMLQuantizationType.Q8_0)
     booted = boot(WorkerConfig(model=str(path), **FLAGS | flags))
-    sleeper, weights = sleeper_of(booted)
-    expected, sums = generated(booted), weights.checksums()
-    sleeper.sleep(ALL_PARTS, 2)
-    sleeper.wake(ALL_PARTS)
-    assert weights.checksums() == sums
-    assert generated(booted) == expected
-    booted.runner.close()
+    check_weights_are_read_again(booted)
 
 
 @pytest.mark.gpu

@@ -20,20 +20,6 @@ from tokasaurus.common.v1 import weights_pb2 as common
 from tokasaurus.worker.v1 import weights_pb2 as w
 
 
-@pytest.fixture
-async def allowed(tmp_path):
-    directory = tmp_path / "allowed"
-    directory.mkdir()
-    return directory
-
-
-@pytest.fixture
-async def scheduler(worker, connect, allowed):
-    scheduler = await connect(await worker(weight_directories=(str(allowed),)))
-    await scheduler.info()
-    return scheduler
-
-
 def discard(scheduler, update_id: str, *, remove_upload: bool = True):
     request = w.DiscardWeightsRequest(update_id=update_id, remove_upload=remove_upload)
     return scheduler.stub.DiscardWeights(request)
