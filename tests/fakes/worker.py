@@ -57,8 +57,7 @@ class FakeWorker(FakeTensors, FakeBroadcasts, worker_pb2_grpc.WorkerServiceServi
         self.violations: list[str] = []
         self.takes_together = True  # plans, and gives results, several in a message; an older worker does not
         self.largest_message = 0  # most plans that came in one
-        self.plans = []  # every StepPlan received, when `record` is set
-        self.record = False
+        self.plans, self.record = [], False  # every StepPlan received, when `record` is set
         self.streams = 0
         self.stream_ids: list[str] = []  # what the hellos said
         self.farewells = 0  # streams whose client said that there are no more plans
@@ -76,7 +75,7 @@ class FakeWorker(FakeTensors, FakeBroadcasts, worker_pb2_grpc.WorkerServiceServi
         self.disk: dict[str, int] = {}  # content of directories, beside "/weights/N", which has the weights N
         self.staged: worker_weights_pb2.StageWeightsRequest | None = None
         self.on_stage: Callable[[], Awaitable[object] | None] = lambda: None  # called before the files are read
-        self.on_discard: Callable[[], None] = lambda: None
+        self.on_discard: Callable[[], Awaitable[object] | None] = lambda: None  # called before the files are removed
         self.on_commit: Callable[[], Awaitable[object] | None] = lambda: None  # called before the weights are written
         self.asleep: Parts = frozenset()
         self.on_sleep: Callable[[], Awaitable[object] | None] = lambda: None  # called before it falls asleep
@@ -187,9 +186,10 @@ class FakeWorker(FakeTensors, FakeBroadcasts, worker_pb2_grpc.WorkerServiceServi
     async def DiscardWeights(self, request, context):
         if self.staged is not None and self.staged.update_id == request.update_id:
             self.staged = None
+        if (waiting := self.on_discard()) is not None:
+            await waiting
         if request.remove_upload and request.update_id != self.weights.update_id:
             self.remove_uploads(lambda update_id: update_id == request.update_id)
-        self.on_discard()
         return worker_weights_pb2.DiscardWeightsResponse()
 
     async def GetWeights(self, request, context):

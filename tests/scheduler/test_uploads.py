@@ -49,6 +49,12 @@ def uploads(service: Service) -> list[list[str]]:
     return [list(worker.uploads) for worker in service.workers]
 
 
+async def until_uploads(service: Service, *expected: list[str]) -> None:
+    """Wait until the workers have the uploads ``expected``. Those of the weights before are removed after a commit."""
+    while uploads(service) != list(expected):
+        await service.load()
+
+
 async def update(service: Service, number: int) -> c.CommitWeightsResponse:
     return await commit(service, await upload(service, number))
 
@@ -67,7 +73,7 @@ async def test_running_samples_continue_with_the_uploaded_weights():
             weights = (await service.pausing(update(service, number))).weights
             assert (weights.version, weights.uploaded) == (f"v{number}", True)
             assert weights.directory == f"/uploads/{weights.update_id}"
-            assert uploads(service) == [[weights.update_id]]  # earlier uploads are removed
+            await until_uploads(service, [weights.update_id])
             await service.answer_five()
         service.release()
         await client.finished(0)
@@ -78,7 +84,18 @@ async def test_an_upload_is_removed_after_an_update_from_a_directory():
     async with start(SHAPE) as service:
         await update(service, 1)
         await commit(service, await stage(service, 2))
-        assert uploads(service) == [[]]
+        await until_uploads(service, [])
+
+
+async def test_a_commit_does_not_wait_until_the_files_of_the_weights_before_are_removed():
+    async with start(SHAPE) as service:
+        await update(service, 1)
+        removing = asyncio.Event()
+        service.worker.on_discard = removing.wait
+        committed = await update(service, 2)
+        assert len(uploads(service)[0]) == 2
+        removing.set()
+        await until_uploads(service, [committed.weights.update_id])
 
 
 @pytest.mark.parametrize("one_host", [True, False])
@@ -94,8 +111,8 @@ async def test_all_ranks_get_an_upload_and_those_of_one_host_share_it(one_host):
         assert uploads(service) == [[committed.weights.update_id]] * 4
         owners = [worker.uploads[committed.weights.update_id].owner for worker in service.workers]
         assert owners == [worker.address if not one_host else owners[0] for worker in service.workers]
-        await update(service, 6)
-        assert [len(each) for each in uploads(service)] == [1] * 4
+        committed = await update(service, 6)
+        await until_uploads(service, *[[committed.weights.update_id]] * 4)
         await client.finished(0, 1, 2)
         assert check_spans(client.samples[0], 200)[-1] in ("v5", "v6")
 

@@ -179,8 +179,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return control_pb2.PauseResponse(aborted_samples=pause.aborted, pause=pause.number)
 
     async def Resume(self, request: control_pb2.ResumeRequest, context: AnyContext) -> control_pb2.ResumeResponse:
-        resumed = await self._resume(request.pause if request.HasField("pause") else None)
-        log.info("resumed" if resumed else "another pause stays")
+        await self._resume(request.pause if request.HasField("pause") else None)
         return control_pb2.ResumeResponse()
 
     async def _limit(self, pausing: asyncio.Future[pauses.Pause], seconds: float) -> None:
@@ -190,10 +189,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             await asyncio.sleep(seconds)
             await self._resume(pause.number)
 
-    async def _resume(self, number: int | None) -> bool:
-        """Resume, and return True. With ``number``, only if the pause of this number is the last."""
+    async def _resume(self, number: int | None) -> None:
+        """Resume. With ``number``, only if the pause of this number is the last."""
         async with self._updates.committing:
-            return await asyncio.wrap_future(self._hub.engine.resume(number))
+            paused_s = await asyncio.wrap_future(self._hub.engine.resume(number))
+        if paused_s is None:
+            log.info("another pause stays")
+        else:
+            log.info("resumed", paused_ms=round(1e3 * paused_s))
 
     async def AbortRequests(
         self, request: control_pb2.AbortRequestsRequest, context: AnyContext

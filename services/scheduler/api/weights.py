@@ -97,10 +97,7 @@ class WeightUpdates:
 
     async def forget_later(self, update: Update) -> None:
         """Forget an update that failed or whose caller has left, when no other call changes weights."""
-        task = asyncio.create_task(self._forget_next(update))  # it takes the lock after the task that stages it
-        self._discarding.add(task)
-        task.add_done_callback(self._discarding.discard)
-        await asyncio.shield(task)
+        await asyncio.shield(self._begin_forgetting(update))
 
     async def read(self, *, checksums: bool) -> control_pb2.GetWeightsResponse:
         """Return the weights of the replica, and the checksums of each rank. Raises ``TokaError``."""
@@ -175,6 +172,13 @@ class WeightUpdates:
         log.info("weights staged", version=update.version, directory=update.directory or "uploaded", bytes=size)
         return control_pb2.StageWeightsResponse(update_id=update.update_id, bytes=size, fingerprint=fingerprint)
 
+    def _begin_forgetting(self, update: Update) -> asyncio.Task[None]:
+        """Return a task that forgets ``update``. It takes the lock after the task that holds it or waits for it."""
+        task = asyncio.create_task(self._forget_next(update))
+        self._discarding.add(task)
+        task.add_done_callback(self._discarding.discard)
+        return task
+
     async def _forget_next(self, update: Update) -> None:
         async with self._changing:
             if self._staged is not None and self._staged.update == update:
@@ -207,9 +211,9 @@ class WeightUpdates:
                     resuming = engine.resume(pause.number)
                 await asyncio.wrap_future(resuming)
             paused_ns = 0 if pause.joined else time.perf_counter_ns() - began_ns
-            if before.uploaded:  # no worker needs its files any more
-                await self._forget(Update(before.update_id, before.version, directory=""))
-        log.info("weights committed", version=weights.version, paused_ms=round(paused_ns * 1e-6))
+        if before.uploaded:  # No worker needs its files any more. The caller may have to resume, so it does not wait.
+            self._begin_forgetting(Update(before.update_id, before.version, directory=""))
+        log.info("weights committed", version=weights.version)
         return control_pb2.CommitWeightsResponse(weights=weights, aborted_samples=pause.aborted, paused_ns=paused_ns)
 
     async def _forget_uncommitted(self, staged: _Staged) -> None:

@@ -151,8 +151,8 @@ class EngineLoop:
         self.post(lambda: self._pauses.request(self._core, mode, recompute=recompute, join=join, began=began))
         return began
 
-    def resume(self, number: int | None = None) -> Future[bool]:
-        """Resume the core, and return true. With ``number``, only if the pause of this number is the last."""
+    def resume(self, number: int | None = None) -> Future[float | None]:
+        """Call ``Pauses.resume``."""
         return self.ask(lambda core: self._pauses.resume(core, number))
 
     def change_weights(self, weights: weights_pb2.Weights) -> Future[None]:

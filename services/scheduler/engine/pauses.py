@@ -1,5 +1,6 @@
 """Callers that wait until a pause begins."""
 
+import time
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ class Pauses:
     def __init__(self) -> None:
         self._calls: list[tuple[Future[Pause], Pause]] = []
         self._number = 0  # requests of pauses so far
+        self._began_s: float | None = None  # when the core paused
 
     def request(self, core: Scheduler, mode: PauseMode, *, recompute: bool, join: bool, began: Future[Pause]) -> None:
         """Pause ``core``, unless it is paused and ``join`` is true. ``began`` completes when the pause has begun."""
@@ -41,22 +43,26 @@ class Pauses:
     def complete(self, core: Scheduler) -> None:
         """Complete the calls if the pause has begun."""
         if self._calls and core.is_paused:
+            if self._began_s is None:
+                self._began_s = time.monotonic()
             for began, pause in self._calls:
                 began.set_result(pause)
             self._calls.clear()
 
-    def resume(self, core: Scheduler, number: int | None = None) -> bool:
-        """Resume ``core``, fail the calls, and return true.
+    def resume(self, core: Scheduler, number: int | None = None) -> float | None:
+        """Resume ``core``, fail the calls, and return for how many seconds it was paused.
 
-        With ``number``, do nothing and return false unless the pause of this number is the last.
+        With ``number``, do nothing and return None unless the pause of this number is the last.
         """
         if number not in (None, self._number):
-            return False
+            return None
         core.resume()
+        paused_s = 0.0 if self._began_s is None else time.monotonic() - self._began_s
+        self._began_s = None
         for began, _ in self._calls:
             began.set_exception(_resumed())
         self._calls.clear()
-        return True
+        return paused_s
 
 
 def _resumed() -> FailedPrecondition:
