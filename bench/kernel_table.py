@@ -20,7 +20,10 @@ _NAMES = [
         (r"topk|bitonic|radix|softmax|cub::", "sampling"),
         (r"gather_inputs|_scatter\b|_advance\b|scatter", "rest"),
         (r"silu|sigmoid|swiglu|^_gate", "activation"),
-        (r"nvjet|gemm|gemv|cutlass|cublas|xmma|splitk|product_kernel|^product|triton_mm|triton_tem_", _PRODUCT),
+        (
+            r"nvjet|gemm|gemv|cutlass|cublas|xmma|splitk|product_kernel|^(block_)?product|triton_mm|triton_tem_",
+            _PRODUCT,
+        ),
         (r"rsqrt|rms_?norm|layer_norm|amax", "norms"),
         (r"memcpy|memset|copy|multi_tensor|indexSelect|index_select|gather", "copies"),
         (r"norm|reduce_kernel.*mean", "norms"),

@@ -3,7 +3,12 @@
 import torch
 
 from services.worker.described.layer import Activation, RouterConfig
-from services.worker.layers import triton_experts, triton_routing, triton_rows  # noqa: F401 (registers the operators)
+from services.worker.layers import (  # noqa: F401 (registers the operators)
+    triton_block_fp8,
+    triton_experts,
+    triton_routing,
+    triton_rows,
+)
 from services.worker.layers.experts import ExpertWeights, Routes
 from services.worker.layers.fp8 import Quantized
 from services.worker.layers.kernels import TorchKernels
@@ -25,16 +30,18 @@ class CudaKernels(TorchKernels):
         gated: torch.Tensor = torch.ops.tokasaurus.gate(gate_up, activation)
         return gated
 
-    def gate_quantized(self, gate_up: torch.Tensor, activation: Activation = "silu") -> Quantized:
-        return Quantized(*torch.ops.tokasaurus.gate_quantized(gate_up, activation))
+    def gate_quantized(
+        self, gate_up: torch.Tensor, activation: Activation = "silu", block: int | None = None
+    ) -> Quantized:
+        return Quantized(*torch.ops.tokasaurus.gate_quantized(gate_up, activation, block))
 
     def norm_quantized(
-        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, block: int | None = None
     ) -> Quantized:
-        return Quantized(*torch.ops.tokasaurus.norm_quantized(x, delta, weight, eps))
+        return Quantized(*torch.ops.tokasaurus.norm_quantized(x, delta, weight, eps, block))
 
-    def quantize(self, x: torch.Tensor) -> Quantized:
-        return Quantized(*torch.ops.tokasaurus.quantize(x))
+    def quantize(self, x: torch.Tensor, block: int | None = None) -> Quantized:
+        return Quantized(*torch.ops.tokasaurus.quantize(x, block))
 
     def route(
         self,

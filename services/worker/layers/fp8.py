@@ -1,9 +1,13 @@
-"""Linear layers in 8-bit floating point, with one scale per row of the input and per row of the weight."""
+"""Linear layers in 8-bit floating point, with one scale per row of the input and per row of the weight.
+
+``block_fp8`` has linear layers with a scale for each block of the weight.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from services.common.errors import InvalidRequest
@@ -17,21 +21,36 @@ SMALLEST = 1e-12
 
 
 class Quantized(NamedTuple):
-    """Rows in fp8 with a scale each. ``rows * scale`` approximates the original rows."""
+    """Rows in fp8 with a scale each, or a scale for each block of columns.
+
+    The product of rows and scales approximates the original rows.
+    """
 
     rows: torch.Tensor  # [rows, size] fp8
-    scale: torch.Tensor  # [rows, 1] float32
+    scale: torch.Tensor  # [rows, 1 or blocks] float32; with several blocks, the scales of a block are contiguous
 
 
-def quantize_rows(x: torch.Tensor) -> Quantized:
-    """Quantize ``x [rows, size]`` to fp8. A row with a value that is not finite becomes NaN.
+def quantize_rows(x: torch.Tensor, block: int | None = None) -> Quantized:
+    """Quantize ``x [rows, size]`` to fp8, with one scale for each row.
+
+    With ``block``, there is a scale for each row and ``block`` columns, and the last block may be smaller. Values that
+    share a scale with a value that is not finite become NaN.
 
     Plain operators are used, so that torch.compile can fuse them with the operator that computes ``x``.
     """
-    values = x.float()
+    size = x.shape[1]
+    if block is None or size <= block:
+        return Quantized(*_quantized(x.float()))
+    padded = F.pad(x.float(), (0, -size % block)).unflatten(1, (-1, block))
+    values, scale = _quantized(padded)
+    return Quantized(values.flatten(1)[:, :size].contiguous(), scale.squeeze(2).t().contiguous().t())
+
+
+def _quantized(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return fp8 values and the scales of the last dimension, ``[.., 1]``."""
     # No clamp is needed: the largest value exceeds 448 by a rounding error at most, and fp8 rounds it to 448.
     largest = values.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST)
-    return Quantized((values * (LARGEST / largest)).to(FP8), largest / LARGEST)
+    return (values * (LARGEST / largest)).to(FP8), largest / LARGEST
 
 
 def scaled_product(
@@ -58,7 +77,7 @@ def scaled_product(
 class Fp8Linear(nn.Module):
     """Linear layer in fp8. Weight and scale are buffers, so the model's default dtype does not apply to them."""
 
-    quantizes, narrows = True, True
+    narrows = True
     weight: torch.Tensor
     scale: torch.Tensor
 
@@ -73,6 +92,7 @@ class Fp8Linear(nn.Module):
         """Create an uninitialised layer with results of ``dtype``. ``outputs`` is as in ``Linear``."""
         super().__init__()
         self.dtype = dtype
+        self.quantizes = inputs  # as in ``Linear``
         self.outputs = [outputs] if isinstance(outputs, int) else list(outputs)
         width = sum(self.outputs)
         self.register_buffer("weight", torch.empty(width, inputs, dtype=FP8))
@@ -108,6 +128,19 @@ class QuantizedRows:
         rows, scale = quantize_rows(tensor.to(self.device))
         self._weight.copy_(rows)
         self._scale.copy_(scale.t())
+
+    def copy_quantized(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Store ``codes [outputs, inputs]`` fp8 unchanged, with ``scales [outputs or 1, 1]``.
+
+        A scale of the whole tensor is stored for each row. Raises ``ValueError`` for other shapes or dtypes.
+        """
+        if codes.dtype != FP8 or codes.shape != self.shape or tuple(scales.shape) not in ((1, 1), (len(codes), 1)):
+            raise ValueError(
+                f"codes {list(codes.shape)} {codes.dtype} with scales {list(scales.shape)}: expected"
+                f" {list(self.shape)} {FP8} with a scale per tensor or per row; dequantize the weight first"
+            )
+        self._weight.copy_(codes)
+        self._scale.copy_(scales.t().expand_as(self._scale))
 
     def copy_to(self, rows: torch.Tensor) -> None:
         """Copy the first values, multiplied by their scales, to ``rows [rows, inputs]`` float32."""

@@ -53,7 +53,7 @@ class IntegerLinear(nn.Module):
     halves, and inputs 16 to 31 are the high halves.
     """
 
-    quantizes, narrows = False, True
+    quantizes, narrows = 0, True
     weight: torch.Tensor  # [panels, inputs, 64] int8, or [panels, inputs / 2, 64] uint8
     scale: torch.Tensor  # [panels, groups, 1 or 2, 64] float16
 

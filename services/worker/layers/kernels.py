@@ -36,19 +36,24 @@ class LayerKernels(ABC):
         """Return ``hidden [rows, hidden_size]`` times the rows of ``embedding``, ``[rows, vocabulary rows]``."""
         return F.linear(hidden, embedding)
 
-    def gate_quantized(self, gate_up: torch.Tensor, activation: Activation = "silu") -> Quantized:
-        """Return ``gate(gate_up, activation)``, quantized."""
-        return self.quantize(self.gate(gate_up, activation))
+    def gate_quantized(
+        self, gate_up: torch.Tensor, activation: Activation = "silu", block: int | None = None
+    ) -> Quantized:
+        """Return ``gate(gate_up, activation)``, quantized as by ``quantize``."""
+        return self.quantize(self.gate(gate_up, activation), block)
 
     def norm_quantized(
-        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, block: int | None = None
     ) -> Quantized:
-        """Return ``norm``, quantized."""
-        return self.quantize(self.norm(x, weight, eps, delta))
+        """Return ``norm``, quantized as by ``quantize``."""
+        return self.quantize(self.norm(x, weight, eps, delta), block)
 
-    def quantize(self, x: torch.Tensor) -> Quantized:
-        """Quantize ``x [tokens, size]`` for an fp8 product."""
-        return quantize_rows(x)
+    def quantize(self, x: torch.Tensor, block: int | None = None) -> Quantized:
+        """Quantize ``x [tokens, size]`` for an fp8 product, with a scale for each token and ``block`` columns.
+
+        With None, or if there are no more columns, a token has one scale.
+        """
+        return quantize_rows(x, block)
 
     def route(
         self,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from services.worker.layers.block_fp8 import BlockFp8Linear
 from services.worker.layers.fp8 import Fp8Linear
 from services.worker.layers.integers import IntegerLinear
 from services.worker.layers.operators import operator
@@ -28,7 +29,7 @@ class Linear(nn.Module):
     ``[sum(outputs), inputs]``.
     """
 
-    quantizes = False  # true for layers that take ``Quantized`` rows
+    quantizes = 0  # inputs that share a scale in ``Quantized`` rows; 0 = the layer takes rows that are not quantized
     narrows = False  # true for layers that store fewer bits than the model's dtype has
 
     def __init__(
@@ -65,6 +66,6 @@ class Linear(nn.Module):
         return targets
 
 
-AnyLinear = Linear | Fp8Linear | IntegerLinear
+AnyLinear = Linear | Fp8Linear | BlockFp8Linear | IntegerLinear
 # Creates a linear layer from (inputs, outputs, bias).
 LinearMaker = Callable[[int, int | Sequence[int], bool], AnyLinear]

@@ -45,3 +45,16 @@ def load_in_place(pointers, inside):
         pack=1,
     )
     return bits.to(tl.int16).to(pointers.dtype.element_ty, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def load_float_in_place(pointers, IN_PLACE: tl.constexpr):
+    """Load float32 values that the kernel does not write, with ``IN_PLACE`` in the layout in which they are used.
+
+    The compiler may load them at any time, also before ``gdc_wait``.
+    """
+    if not IN_PLACE:
+        return tl.load(pointers)
+    return tl.inline_asm_elementwise(
+        "ld.global.f32 $0, [$1];", "=r,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+    )

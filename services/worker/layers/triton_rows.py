@@ -24,14 +24,21 @@ def _gated(source, columns, size, inside, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _write_quantized(values, row, columns, inside, output, scales, SIZE: tl.constexpr, MOST: tl.constexpr,
-                     LEAST: tl.constexpr):  # fmt: skip
-    """Write ``values``, scaled so that the largest is ``MOST``. Columns outside of ``inside`` must be 0."""
-    largest = tl.maximum(tl.max(tl.abs(values), axis=0), LEAST)
+def _write_quantized(values, row, columns, inside, output, scales, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+                     GROUP: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
+    """Write the ``BLOCK`` values of a row, scaled so that the largest is ``MOST``, and the scales.
+
+    ``GROUP``: columns that share a scale. Columns outside of ``inside`` must be 0.
+    """
+    GROUPS: tl.constexpr = BLOCK // GROUP
+    parts = tl.reshape(values, (GROUPS, GROUP))
+    largest = tl.maximum(tl.max(tl.abs(parts), axis=1), LEAST)
     # The maximum ignores NaN, so add zero times the values to propagate NaN to the scale.
-    largest += tl.sum(values * 0.0, axis=0)
-    tl.store(output + row * SIZE + columns, (values * (MOST / largest)).to(output.dtype.element_ty), inside)
-    tl.store(scales + row, largest / MOST)
+    largest += tl.sum(parts * 0.0, axis=1)
+    scaled = tl.reshape(parts * (MOST / largest)[:, None], (BLOCK,))
+    tl.store(output + row * SIZE + columns, scaled.to(output.dtype.element_ty), inside)
+    groups = tl.arange(0, GROUPS)
+    tl.store(scales + groups * tl.num_programs(0) + row, largest / MOST, groups * GROUP < SIZE)
 
 
 @triton.jit
@@ -46,13 +53,13 @@ def _gate(gate_up, output, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: 
 
 @triton.jit
 def _gate_quantized(gate_up, output, scales, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
-                    MOST: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
+                    GROUP: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
     """Write ``gated(gate, up)``, quantized. Grid: ``(rows,)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     values = _gated(gate_up + row * 2 * SIZE, columns, SIZE, inside, ACTIVATION)
-    _write_quantized(values, row, columns, inside, output, scales, SIZE, MOST, LEAST)
+    _write_quantized(values, row, columns, inside, output, scales, SIZE, BLOCK, GROUP, MOST, LEAST)
 
 
 @triton.jit
@@ -84,17 +91,25 @@ def _norm(x, delta, weight, output, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def _norm_quantized(x, delta, weight, output, scales, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-                    ADDS: tl.constexpr, NORMS: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
+                    ADDS: tl.constexpr, NORMS: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
+                    LEAST: tl.constexpr):  # fmt: skip
     """Write the norm of each row, quantized. Grid: ``(rows,)``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     values = _normed(x, delta, weight, row * SIZE + columns, columns, inside, eps, SIZE, ADDS, NORMS)
-    _write_quantized(values, row, columns, inside, output, scales, SIZE, MOST, LEAST)
+    _write_quantized(values, row, columns, inside, output, scales, SIZE, BLOCK, GROUP, MOST, LEAST)
 
 
-def _empty_quantized(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty((x.shape[0], size), dtype=FP8), x.new_empty((x.shape[0], 1), dtype=torch.float32)
+def _empty_quantized(x: torch.Tensor, size: int, block: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return uninitialised fp8 rows ``[rows, size]`` and their scales, as ``quantize_rows`` returns them."""
+    rows, blocks = x.shape[0], 1 if block is None else triton.cdiv(size, block)
+    return x.new_empty((rows, size), dtype=FP8), x.new_empty((blocks, rows), dtype=torch.float32).t()
+
+
+def _group(width: int, block: int | None) -> int:
+    """Return the number of columns, of a row of ``width`` columns, that share a scale."""
+    return width if block is None else min(width, block)
 
 
 @operator(
@@ -114,16 +129,19 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 @operator(
-    "gate_quantized(Tensor gate_up, str activation) -> (Tensor, Tensor)",
-    lambda gate_up, activation: _empty_quantized(gate_up, gate_up.shape[1] // 2),
+    "gate_quantized(Tensor gate_up, str activation, int? block=None) -> (Tensor, Tensor)",
+    lambda gate_up, activation, block=None: _empty_quantized(gate_up, gate_up.shape[1] // 2, block),
     "CUDA",
 )
-def gate_quantized(gate_up: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``quantize_rows(gate(gate_up, activation))``, without rounding in between."""
+def gate_quantized(
+    gate_up: torch.Tensor, activation: Activation, block: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``quantize_rows(gate(gate_up, activation), block)``, without rounding in between."""
     size = gate_up.shape[1] // 2
-    output, scales = _empty_quantized(gate_up, size)
+    output, scales = _empty_quantized(gate_up, size, block)
+    width = triton.next_power_of_2(size)
     _gate_quantized[(gate_up.shape[0],)](
-        gate_up, output, scales, SIZE=size, BLOCK=triton.next_power_of_2(size), ACTIVATION=activation,
+        gate_up, output, scales, SIZE=size, BLOCK=width, ACTIVATION=activation, GROUP=_group(width, block),
         MOST=LARGEST, LEAST=SMALLEST, num_warps=_WARPS,
     )  # fmt: skip
     return output, scales
@@ -145,31 +163,36 @@ def norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps:
 
 
 @operator(
-    "norm_quantized(Tensor(a!) x, Tensor? delta, Tensor weight, float eps) -> (Tensor, Tensor)",
-    lambda x, delta, weight, eps: _empty_quantized(x, x.shape[1]),
+    "norm_quantized(Tensor(a!) x, Tensor? delta, Tensor weight, float eps, int? block=None) -> (Tensor, Tensor)",
+    lambda x, delta, weight, eps, block=None: _empty_quantized(x, x.shape[1], block),
     "CUDA",
 )
 def norm_quantized(
-    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, block: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add ``delta`` to ``x`` in place, both ``[rows, size]`` and contiguous, and return its RMS norm, quantized."""
-    return _quantized(x, delta, weight, eps)
+    return _quantized(x, delta, weight, eps, block)
 
 
-@operator("quantize(Tensor x) -> (Tensor, Tensor)", lambda x: _empty_quantized(x, x.shape[1]), "CUDA")
-def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``quantize_rows(x)`` for contiguous ``x [rows, size]``."""
-    return _quantized(x, None, None, 0.0)
+@operator(
+    "quantize(Tensor x, int? block=None) -> (Tensor, Tensor)",
+    lambda x, block=None: _empty_quantized(x, x.shape[1], block),
+    "CUDA",
+)
+def quantize(x: torch.Tensor, block: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``quantize_rows(x, block)`` for contiguous ``x [rows, size]``."""
+    return _quantized(x, None, None, 0.0, block)
 
 
 def _quantized(
-    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor | None, eps: float
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor | None, eps: float, block: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     size = x.shape[1]
-    output, scales = _empty_quantized(x, size)
+    output, scales = _empty_quantized(x, size, block)
+    width = triton.next_power_of_2(size)
     _norm_quantized[(x.shape[0],)](
-        x, x if delta is None else delta, x if weight is None else weight, output, scales, eps, SIZE=size,
-        BLOCK=triton.next_power_of_2(size), ADDS=delta is not None, NORMS=weight is not None, MOST=LARGEST,
-        LEAST=SMALLEST, num_warps=_WARPS,
+        x, x if delta is None else delta, x if weight is None else weight, output, scales, eps, SIZE=size, BLOCK=width,
+        ADDS=delta is not None, NORMS=weight is not None, GROUP=_group(width, block), MOST=LARGEST, LEAST=SMALLEST,
+        num_warps=_WARPS,
     )  # fmt: skip
     return output, scales

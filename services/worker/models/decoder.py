@@ -104,7 +104,7 @@ class DecoderLayer(nn.Module):
         self.mlp: Mlp | Experts
         if isinstance(layer.mlp, ExpertsConfig):
             self.mlp = Experts(
-                config.hidden_size, layer.mlp, kernels, linear, quantizes=self.quantizes, adds_bias=adds_bias
+                config.hidden_size, layer.mlp, kernels, linear, quantizes=bool(self.quantizes), adds_bias=adds_bias
             )
         else:
             width = config.intermediate_size
@@ -132,8 +132,8 @@ class DecoderLayer(nn.Module):
         attended = self.attention(index, normed, cos, sin, attention, exchange, tokens)
         if keep is not None:
             attended = attended.index_select(0, keep)
-        if self.quantizes:
-            attended = self.kernels.quantize(attended)
+        if quantizes := self.attention.output.quantizes:
+            attended = self.kernels.quantize(attended, quantizes)
         if keep is None:
             delta = self._output(self.attention.output, attended, x, exchange, self.attention_output_norm)
         else:
@@ -144,18 +144,18 @@ class DecoderLayer(nn.Module):
         return x, self._output(self.mlp.down, inner, x, exchange, self.mlp_output_norm)
 
     def _input(
-        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor | None, quantizes: bool
+        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor | None, quantizes: int
     ) -> torch.Tensor | Quantized:
-        """Return ``x + delta``, normalised if ``weight`` is given, and quantized if ``quantizes``.
+        """Return ``x + delta``, normalised if ``weight`` is given, and quantized if ``quantizes``, as in ``Linear``.
 
         ``delta`` is added to ``x`` in place.
         """
         if weight is None:
             if delta is not None:
                 x += delta
-            return self.kernels.quantize(x) if quantizes else x
+            return self.kernels.quantize(x, quantizes) if quantizes else x
         if quantizes:
-            return self.kernels.norm_quantized(x, delta, weight, self.eps)
+            return self.kernels.norm_quantized(x, delta, weight, self.eps, quantizes)
         return self.kernels.norm(x, weight, self.eps, delta)
 
     def _output(
@@ -259,7 +259,7 @@ class DecoderModel(RankModel):
             )
             self.layers = cast("Sequence[DecoderLayer]", nn.ModuleList(modules))
             self.norm = _norm_weight(config) if self.last else None
-            self.quantizes = self.layers[0].quantizes
+            self.quantizes = bool(self.layers[0].quantizes)
             self.narrows = self.layers[0].attention.qkv.narrows
             self.vocabulary = VocabularyLayers(
                 config, ranks, kernels, linear, self.narrows, has_embedding=self.first, has_head=self.last
@@ -305,7 +305,8 @@ class DecoderModel(RankModel):
         return hidden if keep is not None else exchange.complete(hidden, tokens)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.vocabulary.project(self.kernels.quantize(hidden) if self.quantizes else hidden)
+        quantizes = self.head.quantizes if self.head is not None else 0
+        return self.vocabulary.project(self.kernels.quantize(hidden, quantizes) if quantizes else hidden)
 
     def compile_layers(self, compiled: Compile) -> None:
         run = compiled(DecoderLayer.forward, 0)

@@ -23,7 +23,7 @@ class Experts(nn.Module):
     """
 
     # The router needs rows that are not quantized. The products of experts quantize their inputs.
-    quantizes = False
+    quantizes = 0
     correction: torch.Tensor | None
     load: torch.Tensor  # [experts] int64
     # [tokens or more, chosen] uint8 or int16, to which each step writes the experts of its tokens; None = not recorded
@@ -111,7 +111,7 @@ class Experts(nn.Module):
 
     def _shared(self, shared: Mlp, x: torch.Tensor) -> torch.Tensor:
         """Return the result of the shared expert, of which this rank has a share."""
-        inner = shared.inner(self.kernels.quantize(x) if shared.quantizes else x)
+        inner = shared.inner(self.kernels.quantize(x, shared.quantizes) if shared.quantizes else x)
         result: torch.Tensor = shared.down(shared.activated(inner))
         return result if self.shared_gate is None else result * torch.sigmoid(F.linear(x, self.shared_gate))
 

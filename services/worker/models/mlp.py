@@ -38,7 +38,7 @@ class Mlp(nn.Module):
         bias, inner = features.mlp_bias, (width, width) if features.kind == "gated" else width
         self.inner = linear(hidden_size, inner, bias)
         self.down = linear(width, hidden_size, bias and adds_bias)
-        self.quantizes = self.down.quantizes
+        self.quantizes = self.inner.quantizes  # as in ``Linear``
 
     def forward(self, x: torch.Tensor | Quantized, exchange: Exchange, tokens: int) -> torch.Tensor | Quantized:
         """Return the input of ``down``, ``[tokens, width]``.
@@ -52,9 +52,9 @@ class Mlp(nn.Module):
         activation = self.features.activation
         if self.features.kind == "plain":
             active = activate(inner, activation)
-            return self.kernels.quantize(active) if self.quantizes else active
-        if self.quantizes:
-            return self.kernels.gate_quantized(inner, activation)
+            return self.kernels.quantize(active, self.down.quantizes) if self.down.quantizes else active
+        if self.down.quantizes:
+            return self.kernels.gate_quantized(inner, activation, self.down.quantizes)
         return self.kernels.gate(inner, activation)
 
     def targets(self, prefix: str) -> dict[str, Any]:
