@@ -191,6 +191,30 @@ def test_cublas_takes_aligned_sizes(sizes, supported):
 
 @needs_triton
 @kernels
+@pytest.mark.parametrize(("outputs", "inputs"), [(256, 512), (200, 320), (128, 100)])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("gated", [False, True])
+def test_few_rows_in_16_bits_are_multiplied_by_blocks(rows, outputs, inputs, gated):
+    from services.worker.layers.triton_skinny import LinearWeights, skinny_product
+
+    if gated and outputs % (2 * BLOCK):
+        outputs = 2 * BLOCK
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    x, norm = random(rows, inputs).to(dtype), (1 + random(inputs, seed=2) / 4).to(dtype)
+    weight, scale = quantize_blocks(uneven(outputs, inputs, seed=1) / 64)
+    expected = F.linear(
+        F.rms_norm(x.float(), (inputs,), norm.float(), 1e-5), weight.float() * expand_blocks(scale, outputs, inputs)
+    )
+    if gated:
+        gate, up = expected.chunk(2, dim=1)
+        expected = F.silu(gate) * up
+    linear = LinearWeights(weight.to(DEVICE), None, scale.to(DEVICE))
+    found = skinny_product(x.to(DEVICE), linear, norm=(norm.to(DEVICE), 1e-5), gated=gated)
+    near(found, expected, 2**-8 if INTERPRETED else 2**-6)
+
+
+@needs_triton
+@kernels
 @pytest.mark.parametrize("size", [256, 320, 96])
 def test_operators_between_products_quantize_by_blocks(size):
     from services.worker.layers.triton_rows import gate_quantized, norm_quantized, quantize

@@ -241,5 +241,5 @@ def test_wide_models_in_fp8_take_the_kernels_for_fewer_rows(hidden_size, quantiz
 def test_a_model_with_other_products_is_refused():
     from services.worker.models.skinny_cuda import SkinnyDecoder
 
-    with pytest.raises(ValueError, match="must be of Fp8Linear or transposed Linear"):
+    with pytest.raises(ValueError, match="must be of Fp8Linear, BlockFp8Linear or transposed Linear"):
         SkinnyDecoder(small_model(small_config(), DTYPE))

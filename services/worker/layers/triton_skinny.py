@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from services.worker.layers.block_fp8 import BLOCK
 from services.worker.layers.triton_overlap import overlapping, overlaps
 from services.worker.layers.triton_skinny_kernel import product
 from services.worker.layers.triton_stream import norm_rows, stream
@@ -36,7 +37,13 @@ class LinearWeights(NamedTuple):
 
     weight: torch.Tensor  # [outputs, inputs], of the rows' dtype, or fp8
     bias: torch.Tensor | None = None  # [outputs], of the rows' dtype
-    scale: torch.Tensor | None = None  # [outputs] float32, one for each row of a weight in fp8
+    # Float32 scales of a weight in fp8: [outputs], or those of blocks of 128 x 128, [row blocks, column blocks]
+    scale: torch.Tensor | None = None
+
+    @property
+    def scaled(self) -> int:
+        """Kind of the scales, as in the kernels: 0 for none, 1 for those of rows, else the size of a block."""
+        return 0 if self.scale is None else 1 if self.scale.dim() == 1 else BLOCK
 
 
 class NormInput(NamedTuple):
@@ -145,10 +152,12 @@ def _launch_stream(
     width, overlap = triton.next_power_of_2(inputs), overlaps(x.device)
     # With two rows, the registers have room for half of the weights in float32.
     results = _STREAMED_WEIGHTS // rows // width // (2 if gated else 1)
+    if linear.scaled > 1:
+        results = min(results, linear.scaled)
     norm_weight, eps = norm or (x, 0.0)
     stream[(triton.cdiv(size, results),)](
         x, weight, x if scale is None else scale, x if bias is None else bias, norm_weight, out, eps, INPUTS=inputs,
-        OUTPUTS=weight.shape[0], ROWS=rows, SCALED=scale is not None, NORM=norm is not None, GATED=gated,
+        OUTPUTS=weight.shape[0], ROWS=rows, SCALED=linear.scaled, NORM=norm is not None, GATED=gated,
         BIAS=bias is not None, ADD=add, RESULTS=results, WIDTH=width, OVERLAP=overlap, num_warps=_STREAM_WARPS,
         **overlapping(overlap),
     )  # fmt: skip
@@ -173,7 +182,7 @@ def _launch_product(
     product[(triton.cdiv(size, options.outputs // 2 if gated else options.outputs),)](
         values, weight, values if scale is None else scale, values if bias is None else bias, norm_weight,
         values if squares is None else squares, out, norm_input.values, next_norm, norm_input.squares, rows, eps,
-        INPUTS=inputs, OUTPUTS=outputs, FULL=rows == padded, SCALED=scale is not None,
+        INPUTS=inputs, OUTPUTS=outputs, FULL=rows == padded, SCALED=linear.scaled,
         NORM=norm is not None and squares is None, PREPARED=0 if squares is None else len(squares),
         PREPARES=prepare is not None, GATED=gated, BIAS=bias is not None, ADD=add, ROWS=padded,
         BLOCK_OUT=options.outputs, BLOCK_IN=options.inputs, PARTS=options.warps, STAGES=options.stages, OVERLAP=overlap,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.worker.layers.triton_overlap import load_in_place
+from services.worker.layers.triton_overlap import load_float_in_place, load_in_place
 
 
 @triton.jit
@@ -46,9 +46,10 @@ def product(
 ):
     """Multiply all rows by ``BLOCK_OUT`` weight rows in each program. Grid: ``(blocks of outputs,)``.
 
-    ``GATED``: rows of gate and up alternate in a tile. ``FULL``: there are exactly ``ROWS`` rows. ``SCALED``:
-    ``weight`` is in fp8, with one scale per row. ``PREPARED``: number of parts in ``squares_before``, or 0 if ``x`` is
-    not prepared for its norm. ``PREPARES``: prepare ``out`` for the next norm. ``STAGES``: pipeline stages.
+    ``GATED``: rows of gate and up alternate in a tile. ``FULL``: there are exactly ``ROWS`` rows. ``SCALED``: 0 if
+    ``weight`` is not in fp8, 1 if each of its rows has a scale, else the size of square blocks that have a scale;
+    ``weight_scale`` then is ``[row blocks, column blocks]``. ``PREPARED``: number of parts in ``squares_before``, or 0
+    if ``x`` is not prepared for its norm. ``PREPARES``: prepare ``out`` for the next norm. ``STAGES``: pipeline stages.
     ``OVERLAP``: start before the previous kernel has ended. The next kernel may start only after the previous one has
     ended, because waiting programs of a third kernel cost more than they save.
     """
@@ -71,7 +72,7 @@ def product(
     # Load the epilogue's inputs early to hide their latency.
     if PREPARES:
         next_scale = _early(next_norm + columns, columns < SIZE, OVERLAP)
-    if SCALED:
+    if SCALED == 1:
         weight_scales = tl.load(weight_scale + source)
     if BIAS:
         offset = _early(bias + source, source >= 0, OVERLAP)
@@ -80,6 +81,13 @@ def product(
     weight_pointers = weight + source.to(tl.int64)[None, :, None] * INPUTS + offsets[:, None, :]
     x_pointers = x + members[None, None, :] * INPUTS + offsets[:, :, None]
     inside_rows = (members < rows)[None, None, :]
+    if SCALED > 1:
+        # Loaded one iteration early, because the compiler does not pipeline loads for the result of a product.
+        COLUMNS: tl.constexpr = (INPUTS + SCALED - 1) // SCALED
+        tl.static_assert(SCALED % PART == 0, "a part of the inputs has one scale")
+        scale_pointers = weight_scale + (source // SCALED * COLUMNS)[None, :]
+        part_inputs = (tl.arange(0, PARTS) * PART)[:, None]
+        block_scales = load_float_in_place(scale_pointers + tl.minimum(part_inputs // SCALED, COLUMNS - 1), OVERLAP)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -106,9 +114,15 @@ def product(
             squares += wide * wide
             scale = tl.load(norm + start + offsets, inside, other=0.0).to(tl.float32)
             values = (wide * scale[:, :, None]).to(values.dtype)
-        parts = tl.dot(tile.to(values.dtype), values, parts)
+        if SCALED > 1:
+            following = tl.minimum((start + BLOCK_IN + part_inputs) // SCALED, COLUMNS - 1)
+            next_scales = load_float_in_place(scale_pointers + following, OVERLAP)
+            parts += tl.dot(tile.to(values.dtype), values) * block_scales[:, :, None]
+            block_scales = next_scales
+        else:
+            parts = tl.dot(tile.to(values.dtype), values, parts)
     total = tl.sum(parts, axis=0)
-    if SCALED:
+    if SCALED == 1:
         total *= weight_scales[:, None]
 
     if NORM or PREPARED > 0:

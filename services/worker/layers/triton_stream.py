@@ -6,6 +6,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
+def _times_scales(values, scales, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
+    """Multiply each of ``GROUPS`` equal parts of ``values [WIDTH]`` by its scale."""
+    return tl.reshape(tl.reshape(values, (GROUPS, WIDTH // GROUPS)) * scales[:, None], (WIDTH,))
+
+
+@triton.jit
 def stream(
     x,
     weight,
@@ -29,8 +35,11 @@ def stream(
     """Compute ``RESULTS`` results of all ``ROWS`` rows in each program. Grid: ``(blocks of results,)``.
 
     A program requests all its weights before ``x`` is ready. ``WIDTH`` is ``INPUTS``, rounded up to a power of two. The
-    other parameters are those of ``product``.
+    other parameters are those of ``product``. If blocks have scales, the results of a program are in the same block.
     """
+    # If blocks have scales, ``GROUPS`` is the number of columns of blocks in ``WIDTH``.
+    GROUPS: tl.constexpr = WIDTH // SCALED if SCALED > 1 and SCALED < WIDTH else 1
+    COLUMNS: tl.constexpr = (INPUTS + SCALED - 1) // SCALED if SCALED > 1 else 1
     SIZE: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
     EVEN: tl.constexpr = INPUTS == WIDTH
     FILL: tl.constexpr = None if EVEN else 0.0
@@ -48,7 +57,13 @@ def stream(
     if GATED:
         # The tile of the second half has the same layout, so each thread holds the same inputs of both tiles.
         second = tl.load(weight_pointers + SIZE * INPUTS, inside_tile, other=FILL, eviction_policy="evict_first")
-    if SCALED:
+    if SCALED > 1:
+        groups = tl.arange(0, GROUPS)
+        block_scales = weight_scale + program * RESULTS // SCALED * COLUMNS + groups
+        weight_scales = tl.load(block_scales, groups < COLUMNS, other=0.0)
+        if GATED:
+            second_scales = tl.load(block_scales + SIZE // SCALED * COLUMNS, groups < COLUMNS, other=0.0)
+    if SCALED == 1:
         weight_scales = tl.load(weight_scale + source)
         if GATED:
             second_scales = tl.load(weight_scale + SIZE + source)
@@ -69,10 +84,16 @@ def stream(
         if NORM:
             length = tl.rsqrt(tl.sum(values * values, axis=0) / INPUTS + eps)
             values *= scale
+        if SCALED > 1:
+            # All results of the program are in the same row of blocks, so the inputs are scaled, not the weights.
+            unscaled = values
+            values = _times_scales(unscaled, weight_scales, WIDTH, GROUPS)
         total = tl.sum(tile.to(tl.float32) * values[None, :], axis=1)
         if GATED:
+            if SCALED > 1:
+                values = _times_scales(unscaled, second_scales, WIDTH, GROUPS)
             up = tl.sum(second.to(tl.float32) * values[None, :], axis=1)
-        if SCALED:
+        if SCALED == 1:
             total *= weight_scales
             if GATED:
                 up *= second_scales

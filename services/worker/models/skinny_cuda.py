@@ -13,8 +13,9 @@ import torch
 
 from services.worker.attention.base import RotatingAttentionStep
 from services.worker.described.layer import AnyValue, SupportedValues, undeclared
+from services.worker.layers.block_fp8 import BlockFp8Linear
 from services.worker.layers.fp8 import Fp8Linear
-from services.worker.layers.linear import AnyLinear
+from services.worker.layers.linear import AnyLinear, Linear
 from services.worker.layers.triton_skinny import (
     MOST_ROWS,
     LinearWeights,
@@ -54,8 +55,8 @@ class SkinnyDecoder:
     def __init__(self, model: DecoderModel) -> None:
         if not supports(model):
             raise ValueError(
-                "all products must be of Fp8Linear or transposed Linear, in 16 bits and on one rank, and all features"
-                " of the layers must be in SUPPORTED; use the model itself"
+                "all products must be of Fp8Linear, BlockFp8Linear or transposed Linear, in 16 bits and on one rank,"
+                " and all features of the layers must be in SUPPORTED; use the model itself"
             )
         self._model = model
         wide = model.config.hidden_size >= _WIDE_HIDDEN_SIZE
@@ -124,11 +125,14 @@ def supports(model: RankModel) -> TypeGuard[DecoderModel]:
         and model.dtype in half_dtypes
         and not any(undeclared(layer, SUPPORTED) for layer in model.local.layers)
         and all(
-            isinstance(linear, Fp8Linear) or (linear.transposed and linear.weight.dtype in half_dtypes)
+            isinstance(linear, Fp8Linear | BlockFp8Linear)
+            or (isinstance(linear, Linear) and linear.transposed and linear.weight.dtype in half_dtypes)
             for linear in linears
         )
     )
 
 
 def _weights(linear: AnyLinear) -> LinearWeights:
+    if isinstance(linear, BlockFp8Linear):
+        return LinearWeights(linear.weight, linear.bias, linear.scale)
     return LinearWeights(linear.weight, linear.bias, linear.scale[0] if isinstance(linear, Fp8Linear) else None)
