@@ -168,6 +168,17 @@ def test_tiles_of_all_sizes_give_the_same(rows, outputs):
     near(found, block_product(x, weight, scale, torch.float32), TOLERANCE if INTERPRETED else 2e-3)
 
 
+@needs_triton
+@pytest.mark.parametrize("outputs", [64, 4096, 28672])
+def test_a_start_runs_each_kernel_of_a_product(outputs):
+    from services.worker.layers.triton_block_fp8 import choose_tile, row_changes
+
+    changes = row_changes(outputs)
+    assert {17, 33, 257} <= set(changes)
+    begun = {choose_tile(rows, outputs) for rows in (1, *changes)}
+    assert begun == {choose_tile(rows, outputs) for rows in range(1, 5000)}
+
+
 @pytest.mark.skipif(INTERPRETED, reason="cuBLAS needs a GPU")
 @pytest.mark.parametrize("rows", [64, 1024])
 def test_cublas_gives_what_the_kernel_gives(rows):

@@ -24,8 +24,10 @@ from services.worker.described.layer import has_mlp_bias, undeclared
 from services.worker.described.memory import graph_bytes, margin, page_bytes, table_bytes
 from services.worker.described.ranks import ALONE
 from services.worker.described.refusals import refuse_fp8_cache, refuse_unsupported_cuda_sizes
+from services.worker.layers.block_fp8 import BlockFp8Linear
 from services.worker.layers.expert_tiles import changes
 from services.worker.layers.fp8 import FP8
+from services.worker.layers.triton_block_fp8 import row_changes
 from services.worker.models.base import RankModel
 from services.worker.models.skinny_cuda import SkinnyDecoder, supports
 from services.worker.parallel.errors import ParallelError
@@ -268,7 +270,7 @@ def rehearse(runner: CudaRunner, parts: RunnerParts, exchanges: Exchanges, progr
     plans: Iterable[Plan]
     for plans in rehearsal.every_kind(limits):
         _run_all(runner, plans)
-    for tokens in {*exchanges.begins, *_changes_of_experts(model)}:
+    for tokens in {*exchanges.begins, *_changes_of_experts(model), *_changes_of_products(model)}:
         for plans in rehearsal.around(limits, tokens, runner.grain):
             _run_all(runner, plans)
     if config.use_cudagraphs:
@@ -291,6 +293,12 @@ def _changes_of_experts(model: RankModel) -> set[int]:
     item = FP8.itemsize if model.quantizes else model.dtype.itemsize
     mixtures = model.local.experts
     return {tokens for each in mixtures for tokens in changes(len(each.local), each.chosen, item)}
+
+
+def _changes_of_products(model: RankModel) -> set[int]:
+    """Return the numbers of tokens from which on products with scales of blocks run other kernels."""
+    widths = {len(module.weight) for module in model.modules() if isinstance(module, BlockFp8Linear)}
+    return {tokens for width in widths for tokens in row_changes(width)}
 
 
 def _run_all(runner: CudaRunner, plans: Iterable[Plan]) -> None:

@@ -34,12 +34,13 @@ class BlockTile(NamedTuple):
     group: int = 8  # row tiles that follow each other in a group, so that their weights stay in the L2 cache
 
 
+_MOST = 1 << 62  # exceeds any number of rows
 # By the largest number of rows. The first tile with enough programs is used, else the last.
 _TILES: dict[int, tuple[BlockTile, ...]] = {
     16: (BlockTile(16, 128, 4, 5), BlockTile(16, 64, 4, 6), BlockTile(16, 32, 4, 8)),
     32: (BlockTile(32, 128, 4, 5), BlockTile(32, 64, 4, 6), BlockTile(32, 32, 4, 8)),
     256: (BlockTile(64, 128, 4, 4), BlockTile(64, 64, 4, 5), BlockTile(64, 32, 4, 6)),
-    1 << 62: (BlockTile(128, 128, 8, 3),),
+    _MOST: (BlockTile(128, 128, 8, 3),),
 }
 
 
@@ -124,6 +125,16 @@ def choose_tile(rows: int, outputs: int) -> BlockTile:
         if triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs) >= _FEWEST_PROGRAMS:
             return tile
     return tiles[-1]
+
+
+def row_changes(outputs: int) -> list[int]:
+    """Return the numbers of rows from which on other kernels compute ``outputs``, ascending.
+
+    The boot runs steps on both sides of each, so that no kernel is compiled while requests are served.
+    """
+    last = max(most for most in _TILES if most < _MOST) + 1
+    changes = [rows for rows in range(2, last + 1) if choose_tile(rows, outputs) != choose_tile(rows - 1, outputs)]
+    return [*changes, _FEWEST_CUBLAS_ROWS]
 
 
 def product_with_tile(
