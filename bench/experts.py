@@ -16,17 +16,15 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field
-from triton.errors import TritonError
 
 from bench.expert_layers import SHAPES, Layer, Shape, flashinfer_mix, make_layer, make_weights, torch_mix
+from bench.graph_times import graph_ms
 from bench.local_worker import refuse
 from bench.server import report
 from services.common.config import from_command_line
 from services.common.flags import Config, Float, Int
 from services.worker.layers.expert_tiles import MOST_STREAMED_PAIRS, ExpertTiles, choose_tiles
 
-_ROUNDS = 5
-_RUN_S = 0.05  # of a measurement, at least
 # Values that ``mode=tune`` tries, by field of ``ExpertTiles`` and of ``Tile``.
 _OPTIONS = {"rows": (16, 32, 64, 128), "group": (1, 4, 8, 16)}
 _TILE_OPTIONS = {
@@ -80,7 +78,7 @@ def _compare(config: BenchConfig, shape: Shape, layers: list[Layer]) -> dict[str
     }
     if config.flashinfer:
         runs["flashinfer"] = flashinfer_mix
-    figures: dict[str, Any] = {name: _measured(run, layers) for name, run in runs.items()}
+    figures: dict[str, Any] = {name: graph_ms(run, layers) for name, run in runs.items()}
     ours, pairs = figures["ours"], layers[0].routes.experts.numel()
     used = sum(len(layer.routes.experts.unique()) for layer in layers) / len(layers)
     size = 3 * shape.hidden * shape.width
@@ -108,7 +106,7 @@ def _tune(config: BenchConfig, shape: Shape, layers: list[Layer]) -> dict[str, A
             mix_with_tiles(*layer, shape.activation, tiles, streamed=streamed, output=output, add=False)
             return output
 
-        return _measured(run, layers)
+        return graph_ms(run, layers)
 
     streamed = pairs <= MOST_STREAMED_PAIRS
     before = least = ms(best, streamed) or float("inf")
@@ -138,35 +136,6 @@ def _neighbours(tiles: ExpertTiles) -> Iterator[ExpertTiles]:
     for name, values in _OPTIONS.items():
         for value in values:
             yield tiles._replace(**{name: value})
-
-
-def _measured(run: Run, layers: list[Layer]) -> float | None:
-    """Return the milliseconds of a layer in a CUDA graph of all layers, or None if ``run`` cannot run."""
-    try:
-        with torch.inference_mode():
-            for layer in layers:
-                run(layer)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                kept = [run(layer) for layer in layers]
-    except (AttributeError, ImportError, RuntimeError, TypeError, ValueError, TritonError) as error:
-        # The tile needs too much shared memory, or the library has no such kernel.
-        print(f"  ({type(error).__name__}: {str(error).strip().splitlines()[0][:120]})", flush=True)
-        return None
-    times, count = [], 1
-    while len(times) < _ROUNDS:
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        for _ in range(count):
-            graph.replay()
-        ended.record()
-        ended.synchronize()
-        if began.elapsed_time(ended) < 1000 * _RUN_S / _ROUNDS:
-            count *= 2
-        else:
-            times.append(began.elapsed_time(ended) / count / len(kept))
-    return sorted(times)[_ROUNDS // 2]
 
 
 if __name__ == "__main__":
