@@ -24,6 +24,7 @@ _NAMES = [
             r"nvjet|gemm|gemv|cutlass|cublas|xmma|splitk|product_kernel|^(block_)?product|triton_mm|triton_tem_",
             _PRODUCT,
         ),
+        (r"^grouped_(rows|tiles|sum|dequantize)", _PRODUCT),
         (r"rsqrt|rms_?norm|layer_norm|amax", "norms"),
         (r"memcpy|memset|copy|multi_tensor|indexSelect|index_select|gather", "copies"),
         (r"norm|reduce_kernel.*mean", "norms"),

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.layers.fp8 import Fp8Linear, quantize_rows
+from services.worker.layers.grouped import GroupedLinear
 from services.worker.layers.kernels import TorchKernels
 from services.worker.layers.linear import Linear
 from services.worker.models.decoder import DecoderModel
@@ -225,6 +226,23 @@ def test_a_decoder_in_fp8_gives_what_a_model_of_the_same_weights_gives(tokens):
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="attention here is the reference, on the CPU")
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("tokens", [2, 7])
+def test_a_decoder_with_integer_weights_gives_what_a_model_of_the_same_weights_gives(tokens, bits):
+    from services.worker.models.skinny_cuda import SkinnyDecoder
+
+    config = small_config(qkv_bias=True, output_bias=True)
+    model = small_model(config, DTYPE, linear=partial(GroupedLinear, bits=bits, group=32))
+    token_ids, positions = torch.arange(tokens) * 7 % config.vocab_size, torch.arange(tokens)
+    (_, plain), (_, inner) = one_sequence(config, tokens, DTYPE), one_sequence(config, tokens, DTYPE)
+    with torch.inference_mode():
+        steps = [PlainRotatingStep(config, model.rotaries[0], positions, each) for each in (plain, inner)]
+        expected = model(token_ids, positions, steps[0])
+        found = SkinnyDecoder(model)(token_ids, positions, steps[1])
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize(
     ("hidden_size", "quantization", "most"), [(64, "none", 16), (64, "fp8", 16), (4096, "none", 16), (4096, "fp8", 8)]
 )
@@ -238,8 +256,9 @@ def test_wide_models_in_fp8_take_the_kernels_for_fewer_rows(hidden_size, quantiz
     assert SkinnyDecoder(model).most_rows == most
 
 
-def test_a_model_with_other_products_is_refused():
+@pytest.mark.parametrize("linear", [Linear, partial(GroupedLinear, bits=4, ordered=True)])
+def test_a_model_with_other_products_is_refused(linear):
     from services.worker.models.skinny_cuda import SkinnyDecoder
 
-    with pytest.raises(ValueError, match="must be of Fp8Linear, BlockFp8Linear or transposed Linear"):
-        SkinnyDecoder(small_model(small_config(), DTYPE))
+    with pytest.raises(ValueError, match="must be of Fp8Linear, BlockFp8Linear, GroupedLinear or transposed Linear"):
+        SkinnyDecoder(small_model(small_config(), DTYPE, linear=linear))

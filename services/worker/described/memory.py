@@ -207,15 +207,22 @@ def _joined(shapes: Mapping[str, Shape]) -> Iterator[Shape]:
     yield from joined.values()
 
 
+def grouped_size(inputs: int) -> int:
+    """Return how many inputs share a scale where integer weights are made for CUDA, if 32 divides ``inputs``."""
+    return next((size for size in (128, 64) if inputs % size == 0), INTEGER_GROUP)
+
+
 def _tensor_bytes(shape: tuple[int, ...], item: int, quantization: str = "none") -> int:
     """Return the size of a tensor. An fp8 matrix also has one float32 scale per row.
 
-    An integer matrix has whole panels of rows, and per row and group a float16 scale, and with 4 bits an offset.
+    On CPUs, an integer matrix has whole panels of rows, and per row and group a float16 scale, and with 4 bits an
+    offset. On CUDA it has a float32 scale for each group. The result is the larger of both sizes.
     """
     if len(shape) == 1:
         return shape[0] * item
     rows, columns = shape
     if bits := _INTEGER_BITS.get(quantization):
         padded = -(-rows // INTEGER_PANEL) * INTEGER_PANEL
-        return padded * columns * bits // 8 + padded * (columns // INTEGER_GROUP) * BFLOAT16 * (8 // bits)
+        on_cpu = padded * (columns // INTEGER_GROUP) * BFLOAT16 * (8 // bits)
+        return padded * columns * bits // 8 + max(on_cpu, rows * (columns // grouped_size(columns)) * FLOAT32)
     return rows * columns + rows * FLOAT32 if quantization == "fp8" else rows * columns * item

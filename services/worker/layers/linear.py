@@ -7,6 +7,7 @@ from torch import nn
 
 from services.worker.layers.block_fp8 import BlockFp8Linear
 from services.worker.layers.fp8 import Fp8Linear
+from services.worker.layers.grouped import GroupedLinear
 from services.worker.layers.integers import IntegerLinear
 from services.worker.layers.operators import operator
 
@@ -66,6 +67,6 @@ class Linear(nn.Module):
         return targets
 
 
-AnyLinear = Linear | Fp8Linear | BlockFp8Linear | IntegerLinear
+AnyLinear = Linear | Fp8Linear | BlockFp8Linear | GroupedLinear | IntegerLinear
 # Creates a linear layer from (inputs, outputs, bias).
 LinearMaker = Callable[[int, int | Sequence[int], bool], AnyLinear]

@@ -58,3 +58,9 @@ def load_float_in_place(pointers, IN_PLACE: tl.constexpr):
     return tl.inline_asm_elementwise(
         "ld.global.f32 $0, [$1];", "=r,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
     )
+
+
+@triton.jit
+def load_early(pointers, inside, OVERLAP: tl.constexpr):
+    """Load values as float32 without blocking the program, if kernels overlap."""
+    return load_in_place(pointers, inside) if OVERLAP else tl.load(pointers, inside, other=0.0).to(tl.float32)

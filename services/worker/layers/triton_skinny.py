@@ -11,6 +11,7 @@ import torch
 import triton
 
 from services.worker.layers.block_fp8 import BLOCK
+from services.worker.layers.triton_grouped import GroupedWeights, choose_rows, launch_rows
 from services.worker.layers.triton_overlap import overlapping, overlaps
 from services.worker.layers.triton_skinny_kernel import product
 from services.worker.layers.triton_stream import norm_rows, stream
@@ -45,6 +46,12 @@ class LinearWeights(NamedTuple):
         """Kind of the scales, as in the kernels: 0 for none, 1 for those of rows, else the size of a block."""
         return 0 if self.scale is None else 1 if self.scale.dim() == 1 else BLOCK
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of outputs and inputs."""
+        outputs, inputs = self.weight.shape
+        return outputs, inputs
+
 
 class NormInput(NamedTuple):
     """A residual stream that the product before an RMS norm has prepared for this norm.
@@ -71,7 +78,7 @@ def choose_product(outputs: int, inputs: int, *, scaled: bool = False) -> Produc
 
 def skinny_product(
     x: torch.Tensor | NormInput,
-    linear: LinearWeights,
+    linear: LinearWeights | GroupedWeights,
     *,
     norm: tuple[torch.Tensor, float] | None = None,
     gated: bool = False,
@@ -87,11 +94,11 @@ def skinny_product(
     """
     if isinstance(x, NormInput) and norm is None:
         raise ValueError("x was prepared for a norm, but norm is None; pass the norm")
-    outputs = linear.weight.shape[0]
+    outputs = linear.shape[0]
     values = x.values if isinstance(x, NormInput) else x
     rows = _check_rows(values)
     out = values.new_empty((rows, outputs // 2 if gated else outputs)) if onto is None else onto
-    if not isinstance(x, NormInput) and _streams(rows, linear, gated=gated):
+    if isinstance(linear, LinearWeights) and not isinstance(x, NormInput) and _streams(rows, linear, gated=gated):
         _launch_stream(x, linear, norm, gated, out, onto is not None)
     else:
         _launch_product(x, linear, norm, gated, out, onto is not None, None)
@@ -99,17 +106,21 @@ def skinny_product(
 
 
 def skinny_sum(
-    x: torch.Tensor, linear: LinearWeights, onto: torch.Tensor, next_norm: torch.Tensor
+    x: torch.Tensor, linear: LinearWeights | GroupedWeights, onto: torch.Tensor, next_norm: torch.Tensor
 ) -> torch.Tensor | NormInput:
     """Add ``skinny_product`` to ``onto`` in place, and return the sum as input of the product after the next norm.
 
     ``next_norm [outputs]`` is the weight of that norm.
     """
-    rows, (outputs, inputs) = _check_rows(x), linear.weight.shape
-    if _streams(rows, linear, gated=False):
+    rows, (outputs, inputs) = _check_rows(x), linear.shape
+    if isinstance(linear, LinearWeights) and _streams(rows, linear, gated=False):
         _launch_stream(x, linear, None, False, onto, True)
         return onto
-    parts = triton.cdiv(outputs, choose_product(outputs, inputs, scaled=linear.scale is not None).outputs)
+    if isinstance(linear, GroupedWeights):
+        block = choose_rows(outputs, inputs, rows, linear.bits).outputs
+    else:
+        block = choose_product(outputs, inputs, scaled=linear.scale is not None).outputs
+    parts = triton.cdiv(outputs, block)
     squares = torch.empty((parts, rows), dtype=torch.float32, device=x.device)
     norm_input = NormInput(torch.empty_like(onto), squares)
     _launch_product(x, linear, None, False, onto, True, (next_norm, norm_input))
@@ -165,7 +176,7 @@ def _launch_stream(
 
 def _launch_product(
     x: torch.Tensor | NormInput,
-    linear: LinearWeights,
+    linear: LinearWeights | GroupedWeights,
     norm: tuple[torch.Tensor, float] | None,
     gated: bool,
     out: torch.Tensor,
@@ -173,6 +184,11 @@ def _launch_product(
     prepare: tuple[torch.Tensor, NormInput] | None,
 ) -> None:
     values, squares = x if isinstance(x, NormInput) else (x, None)
+    if isinstance(linear, GroupedWeights):
+        prepared = None if prepare is None else (prepare[0], *prepare[1])
+        launch_rows(values, linear, out, norm=norm, squares=squares, gated=gated, add=add, prepare=prepared,
+                    overlap=overlaps(values.device))  # fmt: skip
+        return
     weight, bias, scale = linear
     (rows, inputs), (outputs, _), size = values.shape, weight.shape, out.shape[1]
     norm_weight, eps = norm or (values, 0.0)

@@ -4,13 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from services.worker.layers.triton_overlap import load_float_in_place, load_in_place
-
-
-@triton.jit
-def _early(pointers, inside, OVERLAP: tl.constexpr):
-    """Load values as float32 without blocking the program, if kernels overlap."""
-    return load_in_place(pointers, inside) if OVERLAP else tl.load(pointers, inside, other=0.0).to(tl.float32)
+from services.worker.layers.triton_overlap import load_early, load_float_in_place
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -71,11 +65,11 @@ def product(
     kept = (members < rows)[None, :] & (columns < SIZE)[:, None]
     # Load the epilogue's inputs early to hide their latency.
     if PREPARES:
-        next_scale = _early(next_norm + columns, columns < SIZE, OVERLAP)
+        next_scale = load_early(next_norm + columns, columns < SIZE, OVERLAP)
     if SCALED == 1:
         weight_scales = tl.load(weight_scale + source)
     if BIAS:
-        offset = _early(bias + source, source >= 0, OVERLAP)
+        offset = load_early(bias + source, source >= 0, OVERLAP)
     # Each warp multiplies a part of the inputs. Otherwise all warps would read the same weights from shared memory.
     offsets = tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]
     weight_pointers = weight + source.to(tl.int64)[None, :, None] * INPUTS + offsets[:, None, :]
@@ -92,7 +86,7 @@ def product(
         gdc_wait()
         gdc_launch_dependents()
     if ADD:
-        before = _early(out + out_offsets, kept, OVERLAP)
+        before = load_early(out + out_offsets, kept, OVERLAP)
     if PREPARED > 0:
         PADDED: tl.constexpr = triton.next_power_of_2(PREPARED)
         indices = tl.arange(0, PADDED)

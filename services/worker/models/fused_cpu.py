@@ -22,7 +22,7 @@ from services.worker.layers import matmul_cpu
 from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.fast_cpu import FastCpuKernels, compiled
 from services.worker.layers.integers import IntegerLinear
-from services.worker.layers.linear import AnyLinear
+from services.worker.layers.linear import AnyLinear, Linear
 from services.worker.layers.products_cpu import make_product
 from services.worker.models.base import RankModel
 from services.worker.models.decoder import DecoderLayer, DecoderModel
@@ -109,8 +109,8 @@ def supports(model: RankModel) -> TypeGuard[DecoderModel]:
         isinstance(model, DecoderModel)
         and model.ranks.alone
         and isinstance(model.kernels, FastCpuKernels)  # on a CPU in float32, and not compiled
-        and not model.quantizes
         and not any(undeclared(layer, SUPPORTED) for layer in model.local.layers)
+        and all(isinstance(each, Linear | IntegerLinear) for layer in model.layers for each in _linears(layer))
         and len({_without_window(layer) for layer in model.local.layers}) == 1
         and matmul_cpu.available()
     )
@@ -122,6 +122,8 @@ def _linears(layer: DecoderLayer) -> tuple[AnyLinear, AnyLinear, AnyLinear, AnyL
 
 def _addresses(linear: AnyLinear) -> tuple[int, int]:
     """Return the addresses of the weight and of its scales, which are 0 without scales."""
+    if not isinstance(linear, Linear | IntegerLinear):
+        raise TypeError(f"{type(linear).__name__} has no addresses; use the model itself")
     return linear.weight.data_ptr(), linear.scale.data_ptr() if isinstance(linear, IntegerLinear) else 0
 
 

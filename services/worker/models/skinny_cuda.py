@@ -3,8 +3,8 @@
 The time of such a step is the time to read the weights plus the cost of each kernel launch. The kernels of a layer are:
 norm and qkv; the kernels of the attention; output and sum; norm, gate, up and their product; down and sum.
 
-Weights in fp8 are multiplied by rows in 16 bits. Steps with more rows quantize the rows too, so their results are less
-close to the unquantized model.
+Weights in fp8 or of integers are multiplied by rows in 16 bits. With weights in fp8, steps with more rows quantize the
+rows too, so their results are less close to the unquantized model.
 """
 
 from typing import TypeGuard
@@ -15,7 +15,9 @@ from services.worker.attention.base import RotatingAttentionStep
 from services.worker.described.layer import AnyValue, SupportedValues, undeclared
 from services.worker.layers.block_fp8 import BlockFp8Linear
 from services.worker.layers.fp8 import Fp8Linear
+from services.worker.layers.grouped import GroupedLinear
 from services.worker.layers.linear import AnyLinear, Linear
+from services.worker.layers.triton_grouped import GroupedWeights
 from services.worker.layers.triton_skinny import (
     MOST_ROWS,
     LinearWeights,
@@ -55,8 +57,8 @@ class SkinnyDecoder:
     def __init__(self, model: DecoderModel) -> None:
         if not supports(model):
             raise ValueError(
-                "all products must be of Fp8Linear, BlockFp8Linear or transposed Linear, in 16 bits and on one rank,"
-                " and all features of the layers must be in SUPPORTED; use the model itself"
+                "all products must be of Fp8Linear, BlockFp8Linear, GroupedLinear or transposed Linear, in 16 bits and"
+                " on one rank, and all features of the layers must be in SUPPORTED; use the model itself"
             )
         self._model = model
         wide = model.config.hidden_size >= _WIDE_HIDDEN_SIZE
@@ -119,20 +121,25 @@ def supports(model: RankModel) -> TypeGuard[DecoderModel]:
         for layer in model.layers
         for linear in (layer.attention.qkv, layer.attention.output, layer.dense_mlp.inner, layer.dense_mlp.down)
     )
-    half_dtypes = torch.bfloat16, torch.float16
     return (
         model.ranks.alone
-        and model.dtype in half_dtypes
+        and model.dtype in (torch.bfloat16, torch.float16)
         and not any(undeclared(layer, SUPPORTED) for layer in model.local.layers)
-        and all(
-            isinstance(linear, Fp8Linear | BlockFp8Linear)
-            or (isinstance(linear, Linear) and linear.transposed and linear.weight.dtype in half_dtypes)
-            for linear in linears
-        )
+        and all(_supported(linear) for linear in linears)
     )
 
 
-def _weights(linear: AnyLinear) -> LinearWeights:
+def _supported(linear: AnyLinear) -> bool:
+    if isinstance(linear, GroupedLinear):
+        return linear.order is None
+    if isinstance(linear, Linear):
+        return linear.transposed and linear.weight.dtype in (torch.bfloat16, torch.float16)
+    return isinstance(linear, Fp8Linear | BlockFp8Linear)
+
+
+def _weights(linear: AnyLinear) -> LinearWeights | GroupedWeights:
+    if isinstance(linear, GroupedLinear):
+        return GroupedWeights(linear.codes, linear.scales, linear.offsets, linear.bias, linear.bits)
     if isinstance(linear, BlockFp8Linear):
         return LinearWeights(linear.weight, linear.bias, linear.scale)
     return LinearWeights(linear.weight, linear.bias, linear.scale[0] if isinstance(linear, Fp8Linear) else None)

@@ -14,10 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from services.worker.attention import cuda as attention
 from services.worker.attention import flashinfer_spans
 from services.worker.boot.precompile.job import GpuTarget
-from services.worker.layers import triton_block_fp8, triton_experts, triton_routing, triton_rows, triton_skinny
+from services.worker.layers import (
+    triton_block_fp8,
+    triton_experts,
+    triton_grouped,
+    triton_routing,
+    triton_rows,
+    triton_skinny,
+)
 from services.worker.runner.cuda import graphs, pieces
 
-_OPERATORS = (triton_rows, triton_routing, triton_experts, triton_block_fp8)  # each operator is a function of its name
+# Each operator is a function of its name.
+_OPERATORS = (triton_rows, triton_routing, triton_experts, triton_block_fp8, triton_grouped)
 
 
 class Replacement(NamedTuple):

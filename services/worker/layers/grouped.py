@@ -1,0 +1,230 @@
+"""Linear layers whose weights are integers of 4 or 8 bits with a scale for each group of inputs, for CUDA.
+
+Inputs have 16 bits. Other devices compute in float32 with plain torch, as a reference.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from services.worker.described.memory import grouped_size
+
+_LONGEST_TILE = 128
+# Rows that are quantized at once, to bound the memory of copies.
+_QUANTIZED_ROWS = 4096
+
+
+def middle(bits: int) -> int:
+    """Return the code of zero, if a weight has no offsets."""
+    return 1 << (bits - 1)
+
+
+def tile_size(bits: int, group: int, inputs: int) -> int:
+    """Return how many inputs are stored together, 32, 64 or 128. With 4 bits, each half of a tile is in one group."""
+    size = min(_LONGEST_TILE, group & -group)
+    # A half of a tile should have at least the 32 inputs that the tensor cores multiply efficiently.
+    return 2 * size if bits == 4 and size == 32 == group and inputs % 64 == 0 else size
+
+
+def to_grouped(rows: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize ``rows [rows, inputs]`` of any float dtype to the nearest values, without offsets.
+
+    Returns codes ``[rows, inputs]`` uint8 and scales ``[rows, groups]`` float32. With 4 bits, the value of a group that
+    is farthest from zero becomes the code 0, so a scale may be negative. A value that is not finite makes its group NaN
+    or infinite.
+    """
+    groups = rows.float().unflatten(1, (-1, group))
+    if bits == 8:
+        scales = groups.abs().amax(dim=2) / 127
+    else:
+        extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
+        scales = extreme.squeeze(2) / -middle(bits)
+    inverse = torch.where(scales == 0, 0.0, 1 / scales).unsqueeze(2)
+    codes = (groups * inverse).round_().add_(middle(bits)).clamp_(0, (1 << bits) - 1)
+    return codes.flatten(1).to(torch.uint8), scales
+
+
+def packed(codes: torch.Tensor, tile: int) -> torch.Tensor:
+    """Return ``codes [rows, inputs]`` from 0 to 15 in bytes, ``[rows, inputs / 2]``.
+
+    The low halves of a tile's bytes are the first half of the tile, and the high halves are the second half.
+    """
+    low, high = codes.unflatten(1, (-1, 2, tile // 2)).unbind(2)
+    pairs: torch.Tensor = low | high << 4
+    return pairs.flatten(1)
+
+
+def unpacked(pairs: torch.Tensor, tile: int) -> torch.Tensor:
+    """Return the codes that ``packed`` has stored in ``pairs``."""
+    tiles = pairs.unflatten(1, (-1, tile // 2))
+    return torch.stack((tiles & 15, tiles >> 4), dim=2).flatten(1)
+
+
+class GroupedLinear(nn.Module):
+    """Linear layer from ``[rows, inputs]`` to ``[rows, sum(outputs)]``, with a weight of ``bits`` 4 or 8.
+
+    A weight is ``(code - middle) * scale + offset``, where ``middle`` is 8 or 128. Scale and offset are those of the
+    output and of the group of inputs.
+    """
+
+    quantizes, narrows = False, True
+    codes: torch.Tensor  # [outputs, inputs * bits / 8] uint8, as ``packed`` returns them if ``bits`` is 4
+    scales: torch.Tensor  # [groups, outputs] float32
+    offsets: torch.Tensor | None  # as ``scales``
+    order: torch.Tensor | None  # [inputs] int64, the input whose weights are at each place of a row
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int | Sequence[int],
+        bias: bool = False,
+        *,
+        bits: int,
+        group: int = 0,
+        offsets: bool = False,
+        ordered: bool = False,
+    ) -> None:
+        """Create a layer of zeros. ``outputs`` is as in ``Linear``.
+
+        ``group`` is the number of inputs that share a scale; 0 chooses 128, 64 or 32. With ``ordered``, the members of
+        a group need not be neighbours. Raises ``ValueError`` if ``bits`` or ``group`` is not supported.
+        """
+        super().__init__()
+        group = group or grouped_size(inputs)
+        if bits not in (4, 8) or inputs % group or group % 32:
+            raise ValueError(
+                f"bits={bits} and group={group} with inputs={inputs}: expected 4 or 8 bits, and groups of a multiple"
+                " of 32 inputs that divides the inputs"
+            )
+        self.outputs = [outputs] if isinstance(outputs, int) else list(outputs)
+        self.inputs, self.bits, self.group, width = inputs, bits, group, sum(self.outputs)
+        self.tile = tile_size(bits, group, inputs)
+        self.register_buffer("codes", torch.zeros(width, inputs * bits // 8, dtype=torch.uint8))
+        scales = torch.zeros(inputs // group, width, dtype=torch.float32)
+        self.register_buffer("scales", scales)
+        self.register_buffer("offsets", torch.zeros_like(scales) if offsets else None)
+        self.register_buffer("order", torch.arange(inputs) if ordered else None)
+        self.bias = nn.Parameter(torch.empty(width), requires_grad=False) if bias else None
+
+    def forward(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the result ``[rows, sum(outputs)]``. If ``onto`` is given, add to it in place and return it."""
+        product: torch.Tensor
+        if x.device.type == "cpu":
+            product = F.linear(x.float(), self.dequantized(), None if self.bias is None else self.bias.float()).to(
+                x.dtype
+            )
+        else:
+            ordered = x if self.order is None else x.index_select(1, self.order)
+            tensors = self.codes, self.scales, self.offsets, self.bias
+            product = torch.ops.tokasaurus.grouped_product(ordered, *tensors, self.bits)
+        return product if onto is None else onto.add_(product)
+
+    def dequantized(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return the weights of the outputs ``start`` to ``stop``, ``[outputs, inputs]`` float32."""
+        codes = self.codes[start:stop]
+        codes = codes if self.bits == 8 else unpacked(codes, self.tile)
+        values = codes.float().sub_(middle(self.bits)).unflatten(1, (-1, self.group))
+        values.mul_(self.scales.t()[start:stop].unsqueeze(2))
+        if self.offsets is not None:
+            values.add_(self.offsets.t()[start:stop].unsqueeze(2))
+        rows: torch.Tensor = values.flatten(1)
+        return rows if self.order is None else rows[:, self.order.argsort()]
+
+    def targets(self, *names: str) -> "dict[str, torch.Tensor | GroupedRows]":
+        """Return load targets that quantize, by checkpoint name. ``names`` are the prefixes of the parts."""
+        targets: dict[str, torch.Tensor | GroupedRows] = {}
+        start = 0
+        for name, size in zip(names, self.outputs, strict=True):
+            targets[f"{name}.weight"] = GroupedRows(self, start, size)
+            start += size
+        if self.bias is not None:
+            targets |= zip((f"{name}.bias" for name in names), self.bias.split(self.outputs), strict=True)
+        return targets
+
+
+class GroupedRows:
+    """Load target for the outputs ``start`` to ``start + size`` of ``linear``."""
+
+    def __init__(self, linear: GroupedLinear, start: int, size: int) -> None:
+        self._linear, self._start = linear, start
+        self.shape, self.device = torch.Size((size, linear.inputs)), linear.codes.device
+
+    def copy_(self, tensor: torch.Tensor) -> None:
+        """Quantize and store ``tensor [outputs, inputs]`` of any dtype and device."""
+        linear = self._linear
+        for first in range(0, len(tensor), _QUANTIZED_ROWS):
+            rows = tensor[first : first + _QUANTIZED_ROWS].to(self.device)
+            rows = rows if linear.order is None else rows[:, linear.order]
+            self._store(first, *to_grouped(rows, linear.bits, linear.group), None)
+
+    def copy_quantized(
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None = None,
+        columns: torch.Tensor | None = None,
+    ) -> None:
+        """Store a weight of integers without a change of its values.
+
+        ``codes [outputs, inputs]`` are uint8 or int8. ``scales`` and ``zeros [outputs or 1, groups]`` are on any device
+        and of any dtype, and the number of groups divides that of the layer. ``columns [inputs]`` is the group of each
+        input, or None if neighbours share a group. Raises ``ValueError`` if the layer cannot store the weight.
+        """
+        linear = self._linear
+        if columns is not None:
+            codes = codes[:, self._ordered(columns)]
+        elif linear.order is not None and not torch.equal(linear.order, torch.arange(linear.inputs).to(self.device)):
+            raise ValueError("the parts of the layer have different orders of inputs; store them in separate layers")
+        zero = middle(linear.bits)
+        shift = zero if codes.dtype == torch.int8 else 0
+        groups = linear.inputs // linear.group
+        scales, places = scales.float(), None
+        if zeros is not None or shift == 0:
+            places = ((zero - shift) - (0 if zeros is None else zeros.float())) * scales
+        for first in range(0, len(codes), _QUANTIZED_ROWS):
+            rows = codes[first : first + _QUANTIZED_ROWS].to(self.device)
+            part = slice(first, first + len(rows))
+            stored = (rows.to(torch.int16) + shift).to(torch.uint8)
+            offsets = None if places is None else self._of_rows(places, part, groups)
+            self._store(first, stored, self._of_rows(scales, part, groups), offsets)
+
+    def copy_to(self, rows: torch.Tensor) -> None:
+        """Copy the first values, as the product reads them, to ``rows [rows, inputs]`` float32."""
+        rows.copy_(self._linear.dequantized(self._start, self._start + len(rows)))
+
+    def _of_rows(self, blocks: torch.Tensor, part: slice, groups: int) -> torch.Tensor:
+        """Return the values of the rows ``part``, ``[rows, groups]``. ``blocks`` are for one row or for all rows."""
+        rows = blocks if len(blocks) == 1 else blocks[part]
+        if len(blocks) not in (1, self.shape[0]) or groups % blocks.shape[1]:
+            raise ValueError(
+                f"scales {list(blocks.shape)} for {self.shape[0]} outputs and {groups} groups: expected a row for each"
+                " output, or one row, and a divisor of the groups"
+            )
+        return rows.to(self.device).repeat_interleave(groups // blocks.shape[1], dim=1)
+
+    def _store(self, first: int, codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None) -> None:
+        """Store ``codes [rows, inputs]`` with ``scales`` and ``offsets [rows or 1, groups]`` from row ``first``."""
+        linear, start = self._linear, self._start + first
+        place = slice(start, start + len(codes))
+        linear.codes[place] = codes if linear.bits == 8 else packed(codes, linear.tile)
+        linear.scales[:, place] = scales.t()
+        if linear.offsets is not None:
+            linear.offsets[:, place] = 0 if offsets is None else offsets.t()
+        elif offsets is not None and bool((offsets != 0).any()):
+            raise ValueError("the weight has zero points, and the layer no offsets; create it with offsets=True")
+
+    def _ordered(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return the inputs sorted by their group, and store them in the layer."""
+        linear = self._linear
+        if linear.order is None:
+            raise ValueError("the inputs of a group are not neighbours; create the layer with ordered=True")
+        order = columns.argsort(stable=True)
+        sizes = columns.bincount()
+        if bool((sizes != sizes[0]).any()):
+            raise ValueError(f"the groups have {int(sizes.min())} to {int(sizes.max())} inputs; they must be equal")
+        if self._start and not torch.equal(linear.order, order.to(self.device)):
+            raise ValueError("the parts of the layer have different orders of inputs; store them in separate layers")
+        linear.order.copy_(order)
+        return order

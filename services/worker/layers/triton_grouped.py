@@ -1,0 +1,210 @@
+"""Products with integer weights that are scaled in groups of inputs, on CUDA.
+
+Steps of a few rows run a kernel that waits only for the weights. More rows use the tensor cores of Hopper. Products of
+many rows first write a part of the weights in 16 bits, which stays in the L2 cache for the following product.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from services.worker.layers.grouped import tile_size
+from services.worker.layers.operators import operator
+from services.worker.layers.triton_grouped_kernel import grouped_rows
+from services.worker.layers.triton_grouped_wide import grouped_dequantize, grouped_sum, grouped_tiles
+from services.worker.layers.triton_overlap import overlapping
+
+MOST_ROWS = 16  # of ``grouped_rows``
+# The largest number of rows for which dequantization is a part of the product. Not yet measured.
+MOST_FUSED_ROWS = 512
+_SLICE_BYTES = 32 << 20  # of dequantized weights that are multiplied at once
+_SMALLEST_DOT = 8  # the smallest number of rows of a product on tensor cores
+_SMALLEST_SLICE = 1024  # outputs
+_PROGRAMS = 132  # the number of SMs
+_MOST_SPLITS = 8
+_SUMMED = 1024  # elements per program of ``grouped_sum``
+_DEQUANTIZED_OUTPUTS = 64  # per program
+
+
+class GroupedWeights(NamedTuple):
+    """The tensors of a ``GroupedLinear`` without an order of inputs."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None
+    bias: torch.Tensor | None  # [outputs], of the rows' dtype
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of outputs and inputs."""
+        outputs, size = self.codes.shape
+        return outputs, size * 8 // self.bits
+
+    @property
+    def group(self) -> int:
+        """Number of inputs that share a scale."""
+        return self.shape[1] // self.scales.shape[0]
+
+    @property
+    def tile(self) -> int:
+        """Number of inputs that are stored together."""
+        return tile_size(self.bits, self.group, self.shape[1])
+
+    def constants(self) -> dict[str, int | bool]:
+        """Return the arguments that all kernels take."""
+        outputs, inputs = self.shape
+        return {
+            "INPUTS": inputs,
+            "OUTPUTS": outputs,
+            "BITS": self.bits,
+            "GROUP": self.group,
+            "TILE": self.tile,
+            "OFFSETS": self.offsets is not None,
+            # The interpreter of Triton, on CPUs, runs no PTX.
+            "ASM": self.codes.device.type != "cpu",
+        }
+
+
+class RowsOptions(NamedTuple):
+    """The tile sizes and launch options of ``grouped_rows``. Sizes are powers of two."""
+
+    outputs: int  # weight rows per program, at least 16; a gated program has half this number of results
+    inputs: int  # inputs per iteration, for all warps together; at least 128 for each warp
+    warps: int
+    stages: int  # pipeline stages, Triton's ``num_stages``
+
+
+class TilesOptions(NamedTuple):
+    """The tile sizes and launch options of ``grouped_tiles``. Sizes are powers of two."""
+
+    rows: int
+    outputs: int
+    splits: int  # of the inputs
+    scale_sums: bool
+    warps: int
+    stages: int
+
+
+def choose_rows(outputs: int, inputs: int, rows: int, bits: int) -> RowsOptions:
+    """Return the options for ``rows`` rows. Each program reads all rows, so with more rows it has more outputs."""
+    if outputs > 2 * inputs:
+        return RowsOptions(32, 512, 4, 4)
+    few = rows <= 4
+    return RowsOptions(16 if few else 32, 1024 if bits == 4 else 512, 8 if bits == 4 else 4, 4)
+
+
+def choose_tiles(outputs: int, inputs: int, rows: int, weights: GroupedWeights) -> TilesOptions:
+    """Return the options for ``rows`` rows. There are enough programs for all SMs, if the inputs can be split so."""
+    padded = min(256, max(16, triton.next_power_of_2(rows)))
+    scale_sums = weights.offsets is None and padded <= 64
+    block, warps = (64, 4) if padded <= 64 else (128, 8)
+    programs = triton.cdiv(rows, padded) * triton.cdiv(outputs, block)
+    tiles, splits = inputs // weights.tile, 1
+    while splits < _MOST_SPLITS and programs * splits * 2 <= 2 * _PROGRAMS and tiles >= splits * 8:
+        splits *= 2
+    return TilesOptions(padded, block, splits, scale_sums, warps, 4 if padded <= 64 else 3)
+
+
+@operator(
+    "grouped_product(Tensor x, Tensor codes, Tensor scales, Tensor? offsets, Tensor? bias, int bits) -> Tensor",
+    lambda x, codes, *_: x.new_empty((x.shape[0], codes.shape[0])),
+)
+def grouped_product(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    bits: int,
+) -> torch.Tensor:
+    """Return ``x @ weight.T + bias``, ``[rows, outputs]``, for ``x [rows, inputs]`` in bfloat16 or float16."""
+    weights, rows = GroupedWeights(codes, scales, offsets, bias, bits), x.shape[0]
+    x = x.contiguous()
+    out = x.new_empty((rows, weights.shape[0]))
+    if not rows:
+        return out
+    if rows <= MOST_ROWS:
+        launch_rows(x, weights, out)
+    elif rows <= MOST_FUSED_ROWS:
+        launch_tiles(x, weights, out)
+    else:
+        multiply_slices(x, weights, out)
+    return out
+
+
+def launch_rows(
+    x: torch.Tensor,
+    weights: GroupedWeights,
+    out: torch.Tensor,
+    *,
+    norm: tuple[torch.Tensor, float] | None = None,
+    squares: torch.Tensor | None = None,
+    gated: bool = False,
+    add: bool = False,
+    prepare: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    overlap: bool = False,
+    options: RowsOptions | None = None,
+) -> None:
+    """Write the product of at most ``MOST_ROWS`` rows to ``out``, or add it with ``add``.
+
+    ``norm`` and ``gated`` are as in ``skinny_product``. ``squares`` are those of a ``NormInput`` whose values are
+    ``x``. ``prepare`` are the weight of the next norm and the tensors of a ``NormInput`` to write. ``overlap``: start
+    while the kernel before ends. ``options``: None = choose them.
+    """
+    (outputs, inputs), rows, size = weights.shape, x.shape[0], out.shape[1]
+    options = options or choose_rows(outputs, inputs, rows, weights.bits)
+    norm_weight, eps = norm or (x, 0.0)
+    next_norm, next_values, next_squares = prepare or (x, out, out)
+    constants = weights.constants()
+    grouped_rows[(triton.cdiv(size, options.outputs // 2 if gated else options.outputs),)](
+        x, weights.codes, weights.scales, weights.scales if weights.offsets is None else weights.offsets,
+        x if weights.bias is None else weights.bias, norm_weight, x if squares is None else squares, out, next_values,
+        next_norm, next_squares, rows, eps, **constants, NORM=norm is not None and squares is None,
+        PREPARED=0 if squares is None else len(squares), PREPARES=prepare is not None, GATED=gated,
+        BIAS=weights.bias is not None, ADD=add, ROWS=max(_SMALLEST_DOT, triton.next_power_of_2(rows)),
+        BLOCK_OUT=options.outputs, TILES=options.inputs // constants["TILE"], STAGES=options.stages, OVERLAP=overlap,
+        num_warps=options.warps, num_stages=options.stages, **overlapping(overlap),
+    )  # fmt: skip
+
+
+def launch_tiles(
+    x: torch.Tensor, weights: GroupedWeights, out: torch.Tensor, options: TilesOptions | None = None
+) -> None:
+    """Write the product of any number of rows to ``out``. ``options``: None = choose them."""
+    (outputs, inputs), rows = weights.shape, x.shape[0]
+    options = options or choose_tiles(outputs, inputs, rows, weights)
+    splits, whole = options.splits, options.splits == 1
+    sums = out if whole else torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device)
+    bias = x if weights.bias is None else weights.bias
+    grouped_tiles[(triton.cdiv(rows, options.rows), triton.cdiv(outputs, options.outputs), splits)](
+        x, weights.codes, weights.scales, weights.scales if weights.offsets is None else weights.offsets, bias, sums,
+        rows, **weights.constants(), BIAS=whole and weights.bias is not None, SPLITS=splits,
+        SCALE_SUMS=options.scale_sums, ROWS=options.rows, BLOCK_OUT=options.outputs, STAGES=options.stages,
+        num_warps=options.warps, num_stages=options.stages,
+    )  # fmt: skip
+    if not whole:
+        grouped_sum[(triton.cdiv(rows * outputs, _SUMMED),)](
+            sums, bias, out, rows * outputs, OUTPUTS=outputs, BIAS=weights.bias is not None, SPLITS=splits,
+            BLOCK=_SUMMED,
+        )  # fmt: skip
+
+
+def multiply_slices(x: torch.Tensor, weights: GroupedWeights, out: torch.Tensor) -> None:
+    """Write the product of many rows to ``out``, with torch's product of dequantized slices of the outputs."""
+    outputs, inputs = weights.shape
+    count = max(_SMALLEST_SLICE, _SLICE_BYTES // (inputs * x.element_size()))
+    count = min(outputs, count // _DEQUANTIZED_OUTPUTS * _DEQUANTIZED_OUTPUTS)
+    constants, matrix = weights.constants(), x.new_empty((count, inputs))
+    for first in range(0, outputs, count):
+        size = min(count, outputs - first)
+        grouped_dequantize[(triton.cdiv(size, _DEQUANTIZED_OUTPUTS), inputs // int(constants["TILE"]))](
+            weights.codes, weights.scales, weights.scales if weights.offsets is None else weights.offsets, matrix,
+            first, **constants, BLOCK_OUT=_DEQUANTIZED_OUTPUTS, num_warps=4,
+        )  # fmt: skip
+        part, place = matrix[:size].t(), out[:, first : first + size]
+        if weights.bias is None:
+            torch.mm(x, part, out=place)
+        else:
+            torch.addmm(weights.bias[first : first + size], x, part, out=place)

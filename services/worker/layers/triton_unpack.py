@@ -1,0 +1,76 @@
+"""Conversion of packed integers to 16-bit floats, for Triton kernels.
+
+A byte becomes the low bits of a float whose exponent makes these bits its integer part: 128 to 143 in bfloat16, 1024 to
+1279 in float16. One subtraction for two values then gives the signed integer exactly. A conversion instruction for each
+value would take longer than reading the value from memory.
+"""
+
+import triton
+import triton.language as tl
+
+_FOUR_BITS = (
+    "{{ .reg .b32 halves, exponent, one, offset;"
+    " {select}"
+    " mov.b32 exponent, {exponent}; mov.b32 one, {one}; mov.b32 offset, {offset};"
+    " prmt.b32 $0, halves, exponent, 0x4140; prmt.b32 $1, halves, exponent, 0x4342;"
+    " fma.rn.{kind} $0, $0, one, offset; fma.rn.{kind} $1, $1, one, offset; }}"
+)
+_LOW = "and.b32 halves, $2, 0x0F0F0F0F;"
+_HIGH = "shr.b32 halves, $2, 4; and.b32 halves, halves, 0x0F0F0F0F;"
+_BYTES = "mov.b32 halves, $2;"
+_BF16 = {"kind": "bf16x2", "exponent": "0x43434343", "one": "0x3F803F80"}
+_FP16 = {"kind": "f16x2", "exponent": "0x64646464", "one": "0x3C003C00"}
+_BF16_LOW = tl.constexpr(_FOUR_BITS.format(select=_LOW, offset="0xC308C308", **_BF16))
+_BF16_HIGH = tl.constexpr(_FOUR_BITS.format(select=_HIGH, offset="0xC308C308", **_BF16))
+_FP16_LOW = tl.constexpr(_FOUR_BITS.format(select=_LOW, offset="0xE408E408", **_FP16))
+_FP16_HIGH = tl.constexpr(_FOUR_BITS.format(select=_HIGH, offset="0xE408E408", **_FP16))
+_FP16_BYTES = tl.constexpr(_FOUR_BITS.format(select=_BYTES, offset="0xE480E480", **_FP16))
+# The significand of bfloat16 has no room for 8 bits beside the exponent's offset, so this goes through float32.
+_BF16_BYTES = tl.constexpr(
+    "{ .reg .b32 bits, exponent; .reg .f32 a, b, c, d;"
+    " mov.b32 bits, $2; mov.b32 exponent, 0x4B000000;"
+    " prmt.b32 a, bits, exponent, 0x7440; prmt.b32 b, bits, exponent, 0x7441;"
+    " prmt.b32 c, bits, exponent, 0x7442; prmt.b32 d, bits, exponent, 0x7443;"
+    " sub.f32 a, a, 0f4B000080; sub.f32 b, b, 0f4B000080;"
+    " sub.f32 c, c, 0f4B000080; sub.f32 d, d, 0f4B000080;"
+    " cvt.rn.bf16x2.f32 $0, b, a; cvt.rn.bf16x2.f32 $1, d, c; }"
+)
+_BF16_ONES = tl.constexpr("{ mov.b32 $0, 0x3F803F80; mov.b32 $1, 0x3F803F80; }")
+_FP16_ONES = tl.constexpr("{ mov.b32 $0, 0x3C003C00; mov.b32 $1, 0x3C003C00; }")
+
+
+@triton.jit
+def _run(codes, BF16: tl.constexpr, FP16: tl.constexpr, DTYPE: tl.constexpr):
+    """Run PTX on four bytes at a time."""
+    if DTYPE.is_fp16():
+        values = tl.inline_asm_elementwise(FP16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+    else:
+        values = tl.inline_asm_elementwise(BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+    return values
+
+
+@triton.jit
+def low_halves(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Return the low four bits of each byte minus 8, as ``DTYPE``, bfloat16 or float16. ``ASM``: use PTX."""
+    return _run(codes, _BF16_LOW, _FP16_LOW, DTYPE) if ASM else ((codes & 15).to(tl.int32) - 8).to(DTYPE)
+
+
+@triton.jit
+def high_halves(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Return the high four bits of each byte minus 8, as ``low_halves`` does."""
+    return _run(codes, _BF16_HIGH, _FP16_HIGH, DTYPE) if ASM else ((codes >> 4).to(tl.int32) - 8).to(DTYPE)
+
+
+@triton.jit
+def whole_bytes(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Return each byte minus 128, as ``low_halves`` does."""
+    return _run(codes, _BF16_BYTES, _FP16_BYTES, DTYPE) if ASM else (codes.to(tl.int32) - 128).to(DTYPE)
+
+
+@triton.jit
+def ones_like(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Return a one for each byte, as ``low_halves`` does.
+
+    With PTX, the compiler gives the result the layout of converted codes, which a constant would not have.
+    """
+    return _run(codes, _BF16_ONES, _FP16_ONES, DTYPE) if ASM else tl.full(codes.shape, 1.0, DTYPE)
