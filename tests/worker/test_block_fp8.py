@@ -14,6 +14,7 @@ from services.worker.layers.block_fp8 import (
 )
 from services.worker.layers.fp8 import FP8, Fp8Linear, Quantized, quantize_rows
 from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
+from tests.worker.test_grouped import quantized
 
 kernels = pytest.mark.usefixtures("triton_ready")
 # Products of values in fp8 are exact, and sums are in float32.
@@ -93,7 +94,7 @@ def test_weights_of_a_checkpoint_are_stored_unchanged():
     targets = layer.targets(*parts)
     for name, (codes, scales) in parts.items():
         target = targets[f"{name}.weight"]
-        target.copy_quantized(codes, scales)
+        target.copy_quantized(quantized(codes, scales))
         rows = torch.empty(50, 256)
         target.copy_to(rows)
         assert torch.equal(rows, (codes.float() * expand_blocks(scales, *codes.shape))[:50])
@@ -112,7 +113,7 @@ def test_weights_of_a_checkpoint_are_stored_unchanged():
 def test_weights_of_another_form_are_refused(codes, scales):
     target = BlockFp8Linear(256, 128).targets("a")["a.weight"]
     with pytest.raises(ValueError, match=r"expected \[128, 256\] .* with scales \[1, 2\]; dequantize the weight first"):
-        target.copy_quantized(codes, scales)
+        target.copy_quantized(quantized(codes, scales))
 
 
 @pytest.mark.parametrize(
@@ -132,12 +133,12 @@ def test_scales_of_tensors_and_rows_are_stored_for_each_row(scales):
     layer = Fp8Linear(96, (64, 32))
     codes, _ = quantize_rows(random(64, 96))
     target = layer.targets("a", "b")["a.weight"]
-    target.copy_quantized(codes, scales)
+    target.copy_quantized(quantized(codes, scales))
     rows = torch.empty(64, 96)
     target.copy_to(rows)
     assert torch.equal(rows, codes.float() * scales)
     with pytest.raises(ValueError, match=r"expected .* with a scale per tensor or per row"):
-        target.copy_quantized(codes, torch.ones(1, 2))
+        target.copy_quantized(quantized(codes, torch.ones(1, 2)))
 
 
 @needs_triton

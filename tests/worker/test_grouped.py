@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from services.common.model.quantized.scheme import Scheme
 from services.worker.layers.grouped import GroupedLinear, packed, tile_size, to_grouped, unpacked
+from services.worker.layers.quantized_weight import QuantizedWeight
 from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
 
 # The interpreter multiplies no bfloat16.
@@ -13,6 +15,11 @@ EPS = 1e-5
 OUTPUTS = 72
 # Bits, group and inputs.
 SIZES = [(4, 32, 160), (4, 32, 192), (4, 64, 1088), (4, 128, 640), (4, 256, 512), (8, 32, 160), (8, 128, 1152)]
+
+
+def quantized(codes, scales, zeros=None, columns=None) -> QuantizedWeight:
+    """A weight whose scheme does not matter."""
+    return QuantizedWeight(Scheme("plain", "int", 8, None), codes, scales, zeros, columns)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = DTYPE) -> torch.Tensor:
@@ -99,7 +106,7 @@ def test_weights_of_integers_are_stored_without_a_change(bits, signed, zeros):
     points = torch.randint(low, high, (5, 4)) if zeros else None
     linear = GroupedLinear(128, (3, 5), bits=bits, group=32, offsets=True)
     target = linear.targets("a", "b")["b.weight"]
-    target.copy_quantized(codes, scales, points)
+    target.copy_quantized(quantized(codes, scales, points))
     found = torch.empty(5, 128)
     target.copy_to(found)
     expanded = [each.float().repeat_interleave(32, dim=1) for each in (scales, points) if each is not None]
@@ -111,10 +118,10 @@ def test_a_symmetric_weight_needs_no_offsets():
     codes, scales = torch.randint(0, 16, (4, 64), dtype=torch.uint8), torch.rand(4, 1)
     linear = GroupedLinear(64, 4, bits=4, group=32)
     target = linear.targets("a")["a.weight"]
-    target.copy_quantized(codes, scales, torch.full((4, 1), 8))
+    target.copy_quantized(quantized(codes, scales, torch.full((4, 1), 8)))
     assert torch.equal(linear.dequantized(), (codes.float() - 8) * scales)
     with pytest.raises(ValueError, match="create it with offsets=True"):
-        target.copy_quantized(codes, scales, torch.full((4, 1), 7))
+        target.copy_quantized(quantized(codes, scales, torch.full((4, 1), 7)))
 
 
 def test_inputs_are_sorted_by_group():
@@ -124,13 +131,15 @@ def test_inputs_are_sorted_by_group():
     linear = GroupedLinear(128, (2, 4), bits=4, group=32, ordered=True)
     targets, zeros = linear.targets("a", "b"), torch.full((1, 4), 8)
     for name, part in (("a", slice(0, 2)), ("b", slice(2, 6))):
-        targets[f"{name}.weight"].copy_quantized(codes[part], scales[part], zeros.expand(*scales[part].shape), columns)
+        targets[f"{name}.weight"].copy_quantized(
+            quantized(codes[part], scales[part], zeros.expand(len(scales[part]), -1), columns)
+        )
     weight = (codes.float() - 8) * scales[:, columns]
     assert torch.equal(linear.dequantized(), weight)
     x = torch.randn(3, 128)
     torch.testing.assert_close(linear(x), x @ weight.t())
     with pytest.raises(ValueError, match="different orders of inputs"):
-        targets["b.weight"].copy_quantized(codes[2:], scales[2:], zeros.expand(4, 4), columns.flip(0))
+        targets["b.weight"].copy_quantized(quantized(codes[2:], scales[2:], zeros.expand(4, 4), columns.flip(0)))
     # New weights keep the order.
     targets["a.weight"].copy_(weight[:2])
     torch.testing.assert_close(linear.dequantized()[:2], weight[:2], rtol=0.2, atol=0.1)
@@ -142,7 +151,7 @@ def test_groups_of_different_sizes_are_refused():
     columns[:20] = 1
     with pytest.raises(ValueError, match="the groups have 20 to 44 inputs"):
         linear.targets("a")["a.weight"].copy_quantized(
-            torch.zeros(2, 64, dtype=torch.uint8), torch.ones(2, 2), None, columns
+            quantized(torch.zeros(2, 64, dtype=torch.uint8), torch.ones(2, 2), None, columns)
         )
 
 

@@ -36,10 +36,12 @@ class WorkerFlags(Config):
         description="directories from which the weights may be replaced while the worker runs, and all below them;"
         " uploads are written into the first; default: none",
     )
-    quantization: Literal["none", "fp8", "int8", "int4"] = Field(
-        "none",
-        description="fp8: weights and activations, scaled by row; int8, int4 (cpu): weights, scaled in groups of 32"
-        " inputs, which makes decoding faster",
+    quantization: Literal["auto", "none", "checkpoint", "fp8", "int8", "int4"] = Field(
+        "auto",
+        description="none: weights in dtype, also those of a quantized checkpoint; checkpoint (cuda): as the checkpoint"
+        " has them, where there is a product for its format; fp8: weights and activations, scaled by row; int8, int4:"
+        " weights, scaled in groups of inputs, which makes decoding faster; auto: checkpoint on cuda if the checkpoint"
+        " is quantized, else none",
     )
     kv_cache_num_tokens: Annotated[AutoInt, within(1, 2**40)] = Field(
         "auto",

@@ -14,9 +14,10 @@ from services.common.model import files as model_files
 from services.common.model.checkpoint_files import StoredTensor
 from services.worker.described.config import ModelConfig
 from services.worker.described.foreign import choose_implementation, refuse_missing_library
+from services.worker.described.forms import layer_forms
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
-from services.worker.layers.factory import make_kernels, make_linear
+from services.worker.layers.factory import make_kept_linear, make_kernels, make_linear
 from services.worker.models import reading, staging, weights
 from services.worker.models.base import ModelSource, RankModel, Staged, TensorRows
 from services.worker.models.decoder import DecoderModel
@@ -133,10 +134,15 @@ def make_model(
     """
     kernels = make_kernels(device, dtype, compiled=config.torch_compile)
     local = local_config(described, ranks, layers)
+    makers = None
+    if config.quantization == "checkpoint":
+        makers = [make_kept_linear(each.form, dtype) for each in layer_forms(described, ranks, layers)]
     linear = make_linear(local, dtype, device, config.quantization, ranks.tp_size)
     adds = device.type == "cuda" and config.quantization == "none" and ranks.tp_size == 1
     where = memory or device
-    return DecoderModel(described, dtype, where, kernels, linear, adds_in_product=adds, ranks=ranks, layers=layers)
+    return DecoderModel(
+        described, dtype, where, kernels, linear, makers, adds_in_product=adds, ranks=ranks, layers=layers
+    )
 
 
 def _max_context(config: WorkerConfig, model_limit: int) -> int:

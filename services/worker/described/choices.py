@@ -13,12 +13,15 @@ from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.flags import as_text
 from services.worker.described.checkpoint import active_parameters
 from services.worker.described.config import ModelConfig
+from services.worker.described.forms import IN_DTYPE, layer_forms
 from services.worker.described.memory import BFLOAT16, FLOAT32, FP8, footprint, margin, page_bytes, weight_bytes
 from services.worker.described.ranks import Ranks
+from services.worker.described.refusals import ROW_WISE_PRODUCTS
 from services.worker.described.shares import local_config
 
 # The flags that this module chooses.
 NAMES = (
+    "quantization",
     *("kv_cache_num_tokens", "max_seqs_per_forward", "max_tokens_per_forward"),
     *("torch_compile", "use_cudagraphs", "cudagraph_max_size", "piecewise_cudagraph_max_tokens"),
 )
@@ -121,7 +124,7 @@ class _Chooser(ABC):
     def _weights(self, automatic: int) -> int:
         """Return the size of this rank's weights in bytes."""
         item = self._item(automatic)
-        return weight_bytes(self._model, self._ranks, self._layers, item, self._config.quantization)
+        return weight_bytes(self._model, self._ranks, self._layers, item, self._values["quantization"])
 
     def _page(self, automatic: int) -> int:
         """Return the size of a page of this rank's cache in bytes."""
@@ -133,6 +136,7 @@ class _Chooser(ABC):
 class _OnCuda(_Chooser):
     def _decisions(self) -> Iterator[tuple[str, Any, str]]:
         config, device, values = self._config, self._device, self._values
+        yield "quantization", *choose_quantization(config, device, self._model, self._ranks)
         compiles = config.fail_on_recompile
         yield (
             "torch_compile",
@@ -236,6 +240,7 @@ class _OnCuda(_Chooser):
 class _OnCpu(_Chooser):
     def _decisions(self) -> Iterator[tuple[str, Any, str]]:
         config, device = self._config, self._device
+        yield "quantization", *choose_quantization(config, device, self._model, self._ranks)
         yield (
             "torch_compile",
             config.fail_on_recompile,
@@ -260,6 +265,29 @@ class _OnCpu(_Chooser):
             pages * config.page_size,
             f"{_gib(pages * page)} GiB, at most half of the {_gib(device.free)} GiB that are free",
         )
+
+
+def choose_quantization(config: WorkerConfig, device: Device, model: ModelConfig, ranks: Ranks) -> tuple[str, str]:
+    """Return the value of the flag ``quantization`` if it is ``auto``, and the reason. All ranks get the same."""
+    forms = layer_forms(model, ranks, range(len(model.layers)))
+    found = next((each for each in forms if each.scheme is not None), None)
+    if found is None:
+        return "none", "the checkpoint is not quantized"
+    converted = f"its weights ({found.scheme}) are converted to dtype"
+    if device.kind == "cpu":
+        return "none", f"{converted} on CPUs; int8 and int4 read fewer bytes"
+    kept = [each for each in forms if each.form != IN_DTYPE]
+    if not kept:
+        return "none", f"{converted}: {found.reason}"
+    if config.dtype not in ("auto", "bfloat16") and (config.dtype == "float32" or kept[0].form.kind != "grouped"):
+        return "none", f"{converted}: with dtype={config.dtype} there is no product for them"
+    if kept[0].form.kind != "grouped" and device.capability < ROW_WISE_PRODUCTS:
+        return "none", f"{converted}: {device.name} has no products in fp8 with scales of rows"
+    if len(kept) < len(forms):
+        other = next(each for each in forms if each.form == IN_DTYPE)
+        reason = other.reason or "they are not quantized"
+        return "checkpoint", f"its weights stay {kept[0].scheme}, except in {len(forms) - len(kept)} layers: {reason}"
+    return "checkpoint", f"its weights stay {kept[0].scheme}"
 
 
 def _power_of_two(value: float) -> int:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from services.common.errors import InvalidRequest
 from services.common.model.context_length import MOST_TOKENS, context_length
 from services.common.model.json_object import MOST_VOCABULARY, JsonObject
+from services.common.model.quantized.scheme import Quantization
 from services.worker.described.layer import LLAMA_LAYER, Activation, ExpertsConfig, LayerConfig
 from services.worker.described.naming import Naming, one_to_one
 from services.worker.described.rope import RopeSettings, read_rope, rotated_elements
@@ -56,6 +57,7 @@ class ModelConfig:
     # layers after the last layer, which predict further tokens (DeepSeek-AI 2024) and are not loaded
     prediction_layers: int = 0
     naming: Naming = one_to_one  # names of the tensors in the checkpoint
+    quantization: Quantization | None = None  # of the checkpoint's weights; None = they are not quantized
     foreign: str | None = None  # the architecture, if transformers computes the model; sizes may then be estimates
     parameters: int | None = None  # elements of all weights of a foreign model; None = they follow from the layers
 

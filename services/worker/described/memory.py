@@ -11,6 +11,7 @@ from services.common.config import ChosenWorkerConfig
 from services.common.plan.routed_experts import RoutedExpertsLayout
 from services.worker.described.checkpoint import layer_shapes
 from services.worker.described.config import ModelConfig
+from services.worker.described.forms import FP8_BLOCK, IN_DTYPE, Form, layer_forms
 from services.worker.described.naming import Shape
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
@@ -172,14 +173,17 @@ def rotation_bytes(model: ModelConfig) -> int:
 def weight_bytes(model: ModelConfig, ranks: Ranks, layers: range, item: int, quantization: str) -> int:
     """Return the size of the parameters of a rank that has ``layers`` of ``model``.
 
-    ``item`` is the size of an element that is not quantized.
+    ``item`` is the size of an element that is not quantized. ``quantization`` is the flag, but not ``auto``.
     """
     if model.parameters is not None:
         return model.parameters * item
     local = local_config(model, ranks, layers)
+    kept = quantization == "checkpoint"
+    forms = [each.form for each in layer_forms(model, ranks, layers)] if kept else [IN_DTYPE] * len(layers)
+    quantization = "none" if kept else quantization
     total = sum(
-        _tensor_bytes(shape, item, quantization)
-        for layer in local.layers
+        _tensor_bytes(shape, item, quantization) if form == IN_DTYPE else _kept_bytes(shape, item, form)
+        for layer, form in zip(local.layers, forms, strict=True)
         for shape in _joined(layer_shapes(local, layer, adds_bias=ranks.tp_rank == 0))
     )
     first, last = layers.start == 0, layers.stop == len(model.layers)
@@ -191,6 +195,18 @@ def weight_bytes(model: ModelConfig, ranks: Ranks, layers: range, item: int, qua
     if last and separate:
         total += _tensor_bytes(vocabulary, item, quantization)
     return total + (_tensor_bytes((model.hidden_size,), item) if last else 0)
+
+
+def _kept_bytes(shape: Shape, item: int, form: Form) -> int:
+    """Return the size of a tensor of a layer in ``form``. Routers, which are small, count as if they had this form."""
+    if len(shape) == 1:
+        return shape[0] * item
+    rows, columns = shape
+    if form.kind == "grouped":
+        groups = columns // form.group if form.group else 1
+        return rows * columns * form.bits // 8 + rows * groups * FLOAT32 * (1 + form.offsets)
+    scales = rows if form.kind == "fp8" else -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
+    return rows * columns * FP8 + scales * FLOAT32
 
 
 def _joined(shapes: Mapping[str, Shape]) -> Iterator[Shape]:

@@ -15,7 +15,7 @@ from services.worker.described.memory import INTEGER_GROUP
 # First compute capability for which Triton converts from and to float8_e4m3fn.
 _FP8_CONVERSIONS = (8, 9)
 # First compute capability with fp8 matrix products that take one scale per row.
-_ROW_WISE_PRODUCTS = (9, 0)
+ROW_WISE_PRODUCTS = (9, 0)
 # Largest head of the kernels for CUDA.
 _MOST_CUDA_HEAD_DIM = 256
 # The sizes of an fp8 matrix product must be multiples of this number of elements.
@@ -72,10 +72,10 @@ def refuse_fp8_cache(device: str, capability: tuple[int, int]) -> None:
 
 def refuse_fp8_products(device: str, capability: tuple[int, int]) -> None:
     """Raise ``InvalidRequest`` if the device named ``device`` has no row-wise fp8 matrix products."""
-    if capability < _ROW_WISE_PRODUCTS:
+    if capability < ROW_WISE_PRODUCTS:
         raise InvalidRequest(
             f"flag quantization=fp8: {device} (compute capability {_dotted(capability)}) has no row-wise fp8 products;"
-            f" {_dotted(_ROW_WISE_PRODUCTS)} and later have; use quantization=none",
+            f" {_dotted(ROW_WISE_PRODUCTS)} and later have; use quantization=none",
             field="quantization",
         )
 

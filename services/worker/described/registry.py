@@ -2,10 +2,12 @@
 
 import reprlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.common.model.json_object import JsonObject
+from services.common.model.quantized.settings import read_quantization
 from services.worker.described.config import ModelConfig
 from services.worker.described.gemma import read_gemma2, read_gemma3
 from services.worker.described.glm4_moe import read_glm4_moe
@@ -49,7 +51,7 @@ def read_model_config(config: Mapping[str, Any]) -> ModelConfig:
     named = architecture_names(config)
     for name in named:
         if name in ARCHITECTURES:
-            return ARCHITECTURES[name](config)
+            return replace(ARCHITECTURES[name](config), quantization=read_quantization(config))
     raise InvalidRequest(
         f"config.json: architectures={reprlib.repr(named)} is not supported; choose a model of"
         f" {', '.join(ARCHITECTURES)}",

@@ -10,9 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from services.common.model.quantized.scheme import Scheme
+from services.worker.described.forms import FP8_BLOCK
 from services.worker.layers.fp8 import FP8, LARGEST, SMALLEST, Quantized
+from services.worker.layers.quantized_weight import QuantizedWeight
 
-BLOCK = 128  # rows and columns of a block of weights, and columns of a block of inputs
+BLOCK = FP8_BLOCK  # rows and columns of a block of weights, and columns of a block of inputs
 _ROWS_AT_ONCE = 4096  # rows that are quantized at once, to bound the memory of copies
 
 
@@ -132,12 +135,17 @@ class BlockRows:
             self._weight[first : first + len(rows)].copy_(rows)
             self._scale[first // BLOCK :][: len(scale)].copy_(scale)
 
-    def copy_quantized(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        """Store ``codes [outputs, inputs]`` fp8 and ``scales [row blocks, column blocks]`` unchanged.
+    def keeps(self, scheme: Scheme) -> bool:
+        """Return whether ``copy_quantized`` takes weights of ``scheme``."""
+        return scheme.kind == "float" and scheme.block == (BLOCK, BLOCK)
 
-        Both begin with a block, also where they are a part of a checkpoint's tensor. Raises ``ValueError`` for other
-        shapes or dtypes.
+    def copy_quantized(self, weight: QuantizedWeight) -> None:
+        """Store the values of ``weight [outputs, inputs]``, in fp8 with scales of blocks, unchanged.
+
+        It begins with a block, also where it is a part of a checkpoint's tensor. Raises ``ValueError`` for other
+        weights.
         """
+        codes, scales = weight.codes, weight.scales
         if codes.dtype != FP8 or codes.shape != self.shape or scales.shape != self._scale.shape:
             raise ValueError(
                 f"codes {list(codes.shape)} {codes.dtype} with scales {list(scales.shape)}: expected"

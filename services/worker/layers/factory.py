@@ -1,12 +1,16 @@
 """Choice of the operators that a model is built with."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from services.worker.described.config import ModelConfig
+from services.worker.described.forms import Form
 from services.worker.described.refusals import refuse_integer_weights
+from services.worker.layers.block_fp8 import BlockFp8Linear
 from services.worker.layers.fp8 import Fp8Linear, refuse_unquantizable
+from services.worker.layers.grouped import GroupedLinear
 from services.worker.layers.integers import IntegerLinear
 from services.worker.layers.kernels import LayerKernels, TorchKernels
 from services.worker.layers.linear import Linear, LinearMaker
@@ -30,6 +34,22 @@ def make_linear(
         return partial(IntegerLinear, bits=int(quantization.removeprefix("int")))
     # On CUDA the weight has the checkpoint's layout, because tensor cores read both factors along their rows.
     return partial(Linear, transposed=True) if device.type == "cuda" else Linear
+
+
+def make_kept_linear(form: Form, dtype: torch.dtype) -> LinearMaker:
+    """Return the constructor of linear layers on CUDA that keep weights as a checkpoint has them, in ``form``."""
+    if form.kind == "fp8":
+        return partial(Fp8Linear, dtype=dtype)
+    if form.kind == "fp8_blocks":
+        return partial(BlockFp8Linear, dtype=dtype)
+    if form.kind == "dtype":
+        return partial(Linear, transposed=True)
+
+    def grouped(inputs: int, outputs: int | Sequence[int], bias: bool) -> GroupedLinear:
+        group = form.group or inputs
+        return GroupedLinear(inputs, outputs, bias, bits=form.bits, group=group, offsets=form.offsets)
+
+    return grouped
 
 
 def make_kernels(device: torch.device, dtype: torch.dtype, *, compiled: bool = False) -> LayerKernels:

@@ -11,10 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from services.common.errors import InvalidRequest
+from services.common.model.quantized.scheme import ALL, Scheme
 from services.worker.described.config import ModelConfig
 from services.worker.described.refusals import refuse_fp8_products, refuse_unquantizable_sizes
+from services.worker.layers.quantized_weight import QuantizedWeight
 
 FP8 = torch.float8_e4m3fn
+_BITS = 8
 LARGEST = torch.finfo(FP8).max  # 448
 # A row with smaller values counts as zeros, so that its scale is not zero.
 SMALLEST = 1e-12
@@ -129,11 +132,17 @@ class QuantizedRows:
         self._weight.copy_(rows)
         self._scale.copy_(scale.t())
 
-    def copy_quantized(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        """Store ``codes [outputs, inputs]`` fp8 unchanged, with ``scales [outputs or 1, 1]``.
+    def keeps(self, scheme: Scheme) -> bool:
+        """Return whether ``copy_quantized`` takes weights of ``scheme``."""
+        block = scheme.block or (1, ALL)
+        return scheme.kind == "float" and scheme.bits == _BITS and block[0] in (ALL, 1) and block[1] == ALL
 
-        A scale of the whole tensor is stored for each row. Raises ``ValueError`` for other shapes or dtypes.
+    def copy_quantized(self, weight: QuantizedWeight) -> None:
+        """Store the values of ``weight [outputs, inputs]``, in fp8 with a scale for all rows or for each row.
+
+        A scale of the whole tensor is stored for each row. Raises ``ValueError`` for other weights.
         """
+        codes, scales = weight.codes, weight.scales
         if codes.dtype != FP8 or codes.shape != self.shape or tuple(scales.shape) not in ((1, 1), (len(codes), 1)):
             raise ValueError(
                 f"codes {list(codes.shape)} {codes.dtype} with scales {list(scales.shape)}: expected"

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from services.common.model.quantized.scheme import ALL, Scheme
 from services.worker.described.memory import grouped_size
+from services.worker.layers.quantized_weight import QuantizedWeight
 
 _LONGEST_TILE = 128
 # Rows that are quantized at once, to bound the memory of copies.
@@ -159,19 +161,25 @@ class GroupedRows:
             rows = rows if linear.order is None else rows[:, linear.order]
             self._store(first, *to_grouped(rows, linear.bits, linear.group), None)
 
-    def copy_quantized(
-        self,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None = None,
-        columns: torch.Tensor | None = None,
-    ) -> None:
-        """Store a weight of integers without a change of its values.
+    def keeps(self, scheme: Scheme) -> bool:
+        """Return whether ``copy_quantized`` takes weights of ``scheme``."""
+        linear = self._linear
+        rows, columns = scheme.block or (1, ALL)
+        return (
+            scheme.kind == "int"
+            and scheme.bits == linear.bits
+            and rows in (ALL, 1)
+            and (columns or linear.inputs) % linear.group == 0
+            and (linear.offsets is not None or not scheme.zeros)
+            and (linear.order is not None or not scheme.act_order)
+        )
 
-        ``codes [outputs, inputs]`` are uint8 or int8. ``scales`` and ``zeros [outputs or 1, groups]`` are on any device
-        and of any dtype, and the number of groups divides that of the layer. ``columns [inputs]`` is the group of each
-        input, or None if neighbours share a group. Raises ``ValueError`` if the layer cannot store the weight.
+    def copy_quantized(self, weight: QuantizedWeight) -> None:
+        """Store the values of ``weight [outputs, inputs]``, which are integers, unchanged.
+
+        Its number of groups divides that of the layer. Raises ``ValueError`` if the layer cannot store the weight.
         """
+        _, codes, scales, zeros, columns = weight
         linear = self._linear
         if columns is not None:
             codes = codes[:, self._ordered(columns)]

@@ -14,6 +14,7 @@ from services.common.model.checkpoint_files import StoredTensor
 from services.worker.attention.base import AttentionStep, LayerAttention, RotatingAttentionStep
 from services.worker.described.config import ModelConfig, Windows
 from services.worker.described.ranks import Ranks
+from services.worker.layers.quantized_weight import QuantizedWeight
 from services.worker.layers.rotary import RotationTables
 from services.worker.parallel.exchange import ALONE, Exchange
 
@@ -28,7 +29,7 @@ Compile: TypeAlias = Callable[[Callable[..., Any], int], Callable[..., Any]]
 class Staged(NamedTuple):
     """New weights in host memory."""
 
-    tensors: dict[str, torch.Tensor]  # by checkpoint name, those that the rank needs
+    tensors: Mapping[str, torch.Tensor | QuantizedWeight]  # by checkpoint name, those that the rank needs
     fingerprint: int  # of all tensors of the checkpoint, 0 to 2^64 - 1; equal on all ranks
 
     @property

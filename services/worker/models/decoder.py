@@ -231,6 +231,7 @@ class DecoderModel(RankModel):
         device: torch.device,
         kernels: LayerKernels,
         linear: LinearMaker = Linear,
+        makers: Sequence[LinearMaker] | None = None,
         *,
         adds_in_product: bool = False,
         ranks: Ranks = ONE_RANK,
@@ -239,7 +240,8 @@ class DecoderModel(RankModel):
         """Create uninitialised weights for a rank of the model that ``config`` describes.
 
         ``adds_in_product`` is as in ``DecoderLayer``. It changes results by rounding only, and needs ``tp_size`` 1.
-        ``layers`` are the layers of this stage; None means all. Raises ``ValueError``.
+        ``layers`` are the layers of this stage; None means all. ``makers`` has the constructor of the linear layers of
+        each; None means ``linear``, which makes the head. Raises ``ValueError``.
         """
         super().__init__()
         if adds_in_product and ranks.tp_size > 1:
@@ -254,15 +256,15 @@ class DecoderModel(RankModel):
         self.windows: Windows = self.local.windows
         with torch.device(device), _default_dtype(dtype):
             modules = (
-                DecoderLayer(self.local, layer, kernels, linear, adds_in_product, adds_bias=ranks.tp_rank == 0)
-                for layer in self.local.layers
+                DecoderLayer(self.local, layer, kernels, maker, adds_in_product, adds_bias=ranks.tp_rank == 0)
+                for layer, maker in zip(self.local.layers, makers or [linear] * len(stage), strict=True)
             )
             self.layers = cast("Sequence[DecoderLayer]", nn.ModuleList(modules))
             self.norm = _norm_weight(config) if self.last else None
-            self.quantizes = bool(self.layers[0].quantizes)
-            self.narrows = self.layers[0].attention.qkv.narrows
+            self.quantizes = any(layer.quantizes for layer in self.layers)
+            narrows = makers is None and self.layers[0].attention.qkv.narrows
             self.vocabulary = VocabularyLayers(
-                config, ranks, kernels, linear, self.narrows, has_embedding=self.first, has_head=self.last
+                config, ranks, kernels, linear, narrows, has_embedding=self.first, has_head=self.last
             )
         self.vocabulary.clear_padding()
         self.rotaries: list[Rotary] = [

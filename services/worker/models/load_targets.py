@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from services.common.model.quantized.scheme import Scheme
 from services.worker.described.checkpoint import NORMS, checkpoint_tensors
 from services.worker.described.config import ModelConfig
 from services.worker.described.heads import query_order, value_order
@@ -12,6 +13,7 @@ from services.worker.described.naming import CheckpointTensor, Part
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import RankShare, evenly, kv_heads_of, vocabulary_of
 from services.worker.layers.fp8 import copy_rows
+from services.worker.layers.quantized_weight import QuantizedWeight
 
 Conversion: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
@@ -44,12 +46,23 @@ class SliceTarget:
         span = slice(self._share.start, self._share.start + self._share.size)
         self.target.copy_(stored[:, span] if self._dimension else stored[span])
 
+    def copy_quantized(self, weight: QuantizedWeight) -> None:
+        """Store the share of ``weight``, the whole weight. Raises ``ValueError`` if it cuts a block."""
+        if self._share.size:
+            self.target.copy_quantized(weight.narrow(self._dimension, self._share.start, self._share.size))
+
     def copy_to(self, rows: torch.Tensor) -> None:
         """Copy the share to the first rows of the whole tensor, ``rows`` float32."""
         span = slice(self._share.start, self._share.start + self._share.size)
         part = rows[:, span] if self._dimension else rows[span]
         if part.numel():
             copy_rows(self.target, part)
+
+
+def keeps(target: Any, scheme: Scheme) -> bool:
+    """Return whether a load target stores weights of ``scheme`` without a change, with ``copy_quantized``."""
+    inner = target.target if isinstance(target, SliceTarget) else target
+    return hasattr(inner, "keeps") and inner.keeps(scheme)
 
 
 class ConvertedTarget:

@@ -15,10 +15,11 @@ import torch
 from services.common.model.broken_file import BrokenFile
 from services.common.model.checkpoint_files import CheckpointShard, read_shards, weight_paths
 from services.common.model.quantized.checkpoint import parts_of, quantization_of
-from services.common.model.quantized.scheme import Quantization
+from services.common.model.quantized.scheme import Quantization, Scheme
 from services.common.model.quantized.tensors import CODES, SCALES, QuantizedTensor
+from services.worker.layers.quantized_weight import QuantizedWeight
 from services.worker.models.gguf_shard import open_shard
-from services.worker.models.quantized_weight import QuantizedWeight, read_experts, read_weight
+from services.worker.models.quantized_weight import read_experts, read_weight
 
 
 class QuantizedShards:
@@ -57,6 +58,11 @@ class QuantizedSlice:
     def __init__(self, name: str, tensor: QuantizedTensor, files: dict[str, Any]) -> None:
         self._name, self._tensor, self._files = name, tensor, files
         self._kept: tuple[int | None, torch.Tensor] | None = None  # the expert, and its values
+
+    @property
+    def scheme(self) -> Scheme:
+        """How the tensor is quantized."""
+        return self._tensor.scheme
 
     def get_shape(self) -> list[int]:
         """Return the shape of the tensor."""

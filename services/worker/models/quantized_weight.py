@@ -1,60 +1,19 @@
-"""The form of quantized weights, which is the same for all formats, and its conversion to float32."""
+"""Reads quantized weights from the parts that store them."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import torch
 
 from services.common.errors import InvalidRequest
-from services.common.model.quantized.scheme import ALL, Scheme
+from services.common.model.quantized.scheme import Scheme
 from services.common.model.quantized.tensors import CODES, MXFP4_BLOCK, ORDER, SCALES, SHAPE, ZEROS
+from services.worker.layers.quantized_weight import QuantizedWeight
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word of AWQ, of its eight rows
 _PLUS_ONE = {4: 0x11111111, 8: 0x01010101}  # added to a word of zeros, by bits
 # Twice the values of the four bits of MXFP4, so that they are integers.
 _TWICE_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _E8M0_BIAS = 127
-_CONVERTED = 1 << 22  # values converted at once
-
-
-class QuantizedWeight(NamedTuple):
-    """A weight ``[rows, columns]``: ``(codes - zeros) * scales``, with zeros and scales of the block of each value."""
-
-    scheme: Scheme
-    codes: torch.Tensor  # [rows, columns] float8_e4m3fn, int8 or uint8
-    scales: torch.Tensor  # [row blocks, column blocks] float32
-    zeros: torch.Tensor | None  # as ``scales``, integers of any dtype; None = zeros are zero
-    columns: torch.Tensor | None  # [columns] int64, the block of each column; None = neighbours share a block
-
-    def dequantized(self) -> torch.Tensor:
-        """Return the values, ``[rows, columns]`` float32."""
-        rows, columns = self.codes.shape
-        row_size, column_size = self.scheme.block or (ALL, ALL)
-        size = columns if self.scales.shape[1] == 1 else column_size
-        blocks = self.columns
-        if blocks is None and columns % size:
-            blocks = torch.arange(columns) // size
-        values = torch.empty(rows, columns)
-        count = max(1, _CONVERTED // columns)
-        for start in range(0, rows, count):
-            part = values[start : start + count].copy_(self.codes[start : start + count])
-            lines = torch.arange(start, start + len(part))
-            lines = torch.zeros_like(lines) if row_size == ALL else lines // row_size
-            if self.zeros is not None:
-                _of_blocks(part, size, blocks).sub_(_expanded(self.zeros.float(), lines, blocks))
-            _of_blocks(part, size, blocks).mul_(_expanded(self.scales, lines, blocks))
-        return values
-
-
-def _of_blocks(values: torch.Tensor, size: int, columns: torch.Tensor | None) -> torch.Tensor:
-    """Return a view ``[rows, blocks, size]`` of ``values``, or ``values`` if ``columns`` has the block of each."""
-    return values.unflatten(1, (-1, size)) if columns is None else values
-
-
-def _expanded(blocks: torch.Tensor, lines: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
-    """Return the element of ``blocks`` of each value of the rows ``lines``, as ``_of_blocks`` has the values."""
-    rows = blocks[lines]
-    return rows.unsqueeze(-1) if columns is None else rows.index_select(1, columns)
 
 
 def read_weight(name: str, scheme: Scheme, parts: Mapping[str, torch.Tensor]) -> QuantizedWeight:

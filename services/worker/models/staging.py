@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -15,10 +16,12 @@ from services.common.model.quantized.checkpoint import read_checkpoint
 from services.worker.arena.host_copy import empty_on_host, free_on_host
 from services.worker.described.checkpoint import checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
+from services.worker.layers.quantized_weight import QuantizedWeight
 from services.worker.models import weights
 from services.worker.models.base import Staged
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.quantized_shards import weight_files
+from services.worker.models.load_targets import keeps
+from services.worker.models.quantized_shards import QuantizedSlice, weight_files
 
 UPLOAD = "the upload"  # place of a tensor in errors
 _FACTOR = 0x9E3779B97F4A7C15  # odd, and close to the golden ratio times 2^64
@@ -95,25 +98,29 @@ def apply(staged: Staged, model: DecoderModel) -> None:
     """Write ``staged`` over the weights of ``model``, in place. No step may run."""
     targets = model.targets()
     for name, tensor in staged.tensors.items():
-        targets[name].copy_(tensor)
+        if isinstance(tensor, QuantizedWeight):
+            weights.store_quantized(targets[name], tensor, "the update", name)
+        else:
+            targets[name].copy_(tensor)
 
 
 def _read(directory: Path, model: DecoderModel, described: ModelConfig) -> Staged:
-    known, wanted = checkpoint_shapes(described).keys(), model.targets().keys()
-    tensors: dict[str, torch.Tensor] = {}
-    fingerprint, free = 0, free_on_host(_wanted_bytes(directory, wanted))
+    known, targets = checkpoint_shapes(described).keys(), model.targets()
+    tensors: dict[str, torch.Tensor | QuantizedWeight] = {}
+    fingerprint, free = 0, free_on_host(_wanted_bytes(directory, targets))
     for path, opened in weight_files(directory):
         with opened() as shard:
             for name in shard.keys():  # noqa: SIM118 (not a mapping)
                 _check_place(path, name, known, described)
                 if name not in known:
                     continue
-                mapped = shard.get_tensor(name)  # the file may change
-                tensor = empty_on_host(mapped.shape, mapped.dtype, model.device).copy_(mapped)
-                if not is_finite(tensor):
+                tensor = _copied(shard, name, targets.get(name), model.device)
+                parts = tensor.parts if isinstance(tensor, QuantizedWeight) else [tensor]
+                if not all(is_finite(each) for each in parts):
                     raise InvalidRequest(f"{path}: {name} has values that are not finite")
-                fingerprint ^= fingerprint_of(name, tensor)
-                if name not in wanted:
+                for each in parts:
+                    fingerprint ^= fingerprint_of(name, each)
+                if name not in targets:
                     continue
                 free -= tensor.nbytes
                 if free < 0:
@@ -122,6 +129,15 @@ def _read(directory: Path, model: DecoderModel, described: ModelConfig) -> Stage
                     )
                 tensors[name] = tensor
     return Staged(tensors, fingerprint)
+
+
+def _copied(shard: Any, name: str, target: Any, device: torch.device) -> torch.Tensor | QuantizedWeight:
+    """Return a copy in host memory of a tensor of an open file, which may change. Quantized if ``target`` keeps it."""
+    stored = shard.get_slice(name)
+    if isinstance(stored, QuantizedSlice) and keeps(target, stored.scheme):
+        return stored.weight().cloned()
+    mapped = shard.get_tensor(name)
+    return empty_on_host(mapped.shape, mapped.dtype, device).copy_(mapped)
 
 
 def _wanted_bytes(directory: Path, wanted: Collection[str]) -> int:

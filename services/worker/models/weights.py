@@ -16,9 +16,11 @@ from services.common.model.checkpoint_files import FLOATS, StoredTensor
 from services.common.model.quantized.checkpoint import read_checkpoint
 from services.worker.described.checkpoint import EMBEDDING, HEAD, checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
+from services.worker.layers.quantized_weight import QuantizedWeight
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.experts import Experts
-from services.worker.models.quantized_shards import QuantizedShards, weight_files
+from services.worker.models.load_targets import keeps
+from services.worker.models.quantized_shards import QuantizedShards, QuantizedSlice, weight_files
 
 # Standard deviation that models are commonly initialised with before training.
 _DEVIATION = 0.02
@@ -174,9 +176,22 @@ def _check_shape(place: Path | str, name: str, shape: Sequence[int], expected: S
         )
 
 
+def store_quantized(target: Any, weight: QuantizedWeight, place: Path | str, name: str) -> None:
+    """Store ``weight`` in a target that keeps it. Raises ``InvalidRequest`` if its parts do not fit the target."""
+    try:
+        target.copy_quantized(weight)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"{place}: {name} cannot stay quantized: {error}; use quantization=none", field="quantization"
+        ) from error
+
+
 def _fill(target: LoadTarget, shard: Any, name: str, path: Path) -> None:
-    _check_shape(path, name, shard.get_slice(name).get_shape(), target.shape)
-    if hasattr(target, "read"):
-        target.read(shard.get_slice(name))
+    stored = shard.get_slice(name)
+    _check_shape(path, name, stored.get_shape(), target.shape)
+    if isinstance(stored, QuantizedSlice) and keeps(target, stored.scheme):
+        store_quantized(target, stored.weight(), path, name)
+    elif hasattr(target, "read"):
+        target.read(stored)
     else:
         target.copy_(shard.get_tensor(name))

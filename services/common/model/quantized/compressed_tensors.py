@@ -112,6 +112,7 @@ def _read_weights(given: JsonObject, path: str, kept: str) -> Scheme:
         _read_block(given, path),
         zeros=not symmetric,
         ordered=order in ("group", "dynamic"),
+        act_order=order in ("group", "dynamic"),
     )
 
 

@@ -33,7 +33,8 @@ class Scheme:
     bits: int  # of a value: 4 or 8
     block: tuple[int, int] | None  # None = one scale per tensor or per row, as the shape of the scales says
     zeros: bool = False  # the weight must have zeros; without them, values are around zero
-    ordered: bool = False  # the weight may have the block of each column, which then need not be neighbours
+    ordered: bool = False  # the weight may have the block of each column
+    act_order: bool = False  # the columns of a block need not be neighbours
 
     def __str__(self) -> str:
         name = "MXFP4" if self.layout == "mxfp4" else f"{'FP' if self.kind == 'float' else 'INT'}{self.bits}"

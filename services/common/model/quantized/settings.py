@@ -88,8 +88,8 @@ def _read_gptq(given: JsonObject) -> Iterator[SchemeRule]:
     scheme = Scheme("gptq_v2" if layout == "gptq_v2" else "gptq", "int", _bits(given, (4, 8)), None, zeros=True)
     # Zeros are stored with ``sym`` too, and a group of each column without ``desc_act``.
     given.boolean("sym")
-    given.boolean("desc_act")
-    yield from _integers(given, replace(scheme, ordered=True), _inside(given, inside))
+    scheme = replace(scheme, ordered=True, act_order=given.boolean("desc_act"))
+    yield from _integers(given, scheme, _inside(given, inside))
 
 
 def _read_awq(given: JsonObject) -> Iterator[SchemeRule]:

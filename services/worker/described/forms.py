@@ -1,0 +1,118 @@
+"""The forms in which a rank stores the matrices of layers that are quantized in the checkpoint.
+
+Only on CUDA: CPUs convert quantized weights to the model's dtype.
+"""
+
+from typing import Literal, NamedTuple
+
+from services.common.model.quantized.scheme import ALL, Scheme
+from services.worker.described.checkpoint import checkpoint_tensors, layer_shapes
+from services.worker.described.config import ModelConfig
+from services.worker.described.heads import query_order, value_order
+from services.worker.described.layer import ExpertsConfig
+from services.worker.described.naming import Part
+from services.worker.described.ranks import Ranks
+from services.worker.described.shares import local_config
+
+FP8_BLOCK = 128  # rows and columns of a block that shares a scale
+GROUP_MULTIPLE = 32  # of the inputs that share a scale of integer weights
+_FP8_MULTIPLE = 16  # of the sizes of a matrix in fp8
+_MATRIX = 2  # dimensions
+
+
+class Form(NamedTuple):
+    """How the matrices of a layer are stored: in the model's dtype, or quantized as the checkpoint has them."""
+
+    kind: Literal["dtype", "fp8", "fp8_blocks", "grouped"]
+    bits: int = 0  # of a value, if ``grouped``
+    group: int = ALL  # inputs that share a scale, if ``grouped``
+    offsets: bool = False  # groups have a zero point, if ``grouped``
+
+
+IN_DTYPE = Form("dtype")
+
+
+class LayerForm(NamedTuple):
+    """The form of a layer, and if it is the model's dtype, why its quantized weights are converted."""
+
+    form: Form
+    scheme: Scheme | None = None  # of the checkpoint; None = it is not quantized
+    reason: str = ""
+
+
+def layer_forms(model: ModelConfig, ranks: Ranks, layers: range) -> list[LayerForm]:
+    """Return the form of each of ``layers`` of the whole model ``model`` on one of ``ranks``."""
+    if model.quantization is None:
+        return [LayerForm(IN_DTYPE)] * len(layers)
+    schemes = _schemes(model)
+    return [_layer_form(model, ranks, index, schemes[index]) for index in layers]
+
+
+def _schemes(model: ModelConfig) -> list[set[Scheme | None]]:
+    """Return the schemes of the matrices of each layer. A matrix that the checkpoint stores with others has None."""
+    assert model.quantization is not None
+    found: list[set[Scheme | None]] = [set() for _ in model.layers]
+    for name, stored in checkpoint_tensors(model).items():
+        module, _, kind = name.rpartition(".")
+        for part in stored.parts:
+            own = part.name.split(".")
+            if own[:2] != ["model", "layers"] or own[-1] != "weight" or not own[-2].endswith("_proj"):
+                continue
+            whole = stored.parts == (Part(part.name),) and kind == "weight"
+            found[int(own[2])].add(model.quantization.scheme_of(module) if whole else None)
+    return found
+
+
+def _layer_form(model: ModelConfig, ranks: Ranks, index: int, schemes: set[Scheme | None]) -> LayerForm:
+    named = next((each for each in schemes if each is not None), None)
+    if named is None:
+        return LayerForm(IN_DTYPE)
+    if len(schemes) > 1:
+        return LayerForm(IN_DTYPE, named, "not all matrices of a layer are quantized alike")
+    plain = list(range(model.head_dim))
+    if query_order(model) != plain or value_order(model) != plain or model.residual_multiplier != 1:
+        return LayerForm(IN_DTYPE, named, "the values of this architecture are changed when they are read")
+    form = _form(named)
+    if isinstance(form, str):
+        return LayerForm(IN_DTYPE, named, form)
+    if isinstance(model.layers[index].mlp, ExpertsConfig) and form.kind != "fp8":
+        return LayerForm(IN_DTYPE, named, "experts can be in fp8 with one scale per tensor or row only")
+    local = local_config(model, ranks, range(index, index + 1))
+    if problem := _unsupported(local, form, ranks):
+        return LayerForm(IN_DTYPE, named, problem)
+    return LayerForm(form, named)
+
+
+def _form(scheme: Scheme) -> Form | str:
+    """Return the form of a matrix of ``scheme``, or why there is none."""
+    rows, columns = (1, ALL) if scheme.block is None else scheme.block
+    if scheme.layout == "mxfp4":
+        return "there is no product for this format"
+    if scheme.kind == "float":
+        if columns == ALL and rows in (ALL, 1):
+            return Form("fp8")
+        if (rows, columns) == (FP8_BLOCK, FP8_BLOCK):
+            return Form("fp8_blocks")
+        return f"products in fp8 need one scale per tensor or row, or for blocks of {FP8_BLOCK} x {FP8_BLOCK}"
+    if scheme.act_order:
+        return "columns that share a scale are not neighbours (act-order)"
+    if rows not in (ALL, 1) or columns % GROUP_MULTIPLE:
+        return f"groups must have a multiple of {GROUP_MULTIPLE} inputs of one output"
+    return Form("grouped", scheme.bits, columns, scheme.zeros)
+
+
+def _unsupported(local: ModelConfig, form: Form, ranks: Ranks) -> str | None:
+    """Return why a rank cannot store its share ``local`` of a layer in ``form``, or None."""
+    shapes = layer_shapes(local, local.layers[0])
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == _MATRIX and "_proj." in name}
+    multiples = {
+        "fp8": (_FP8_MULTIPLE, _FP8_MULTIPLE),
+        "fp8_blocks": (FP8_BLOCK, FP8_BLOCK),
+        "grouped": (1, form.group or GROUP_MULTIPLE),
+    }[form.kind]
+    for name, shape in matrices.items():
+        for kind, size, multiple in zip(("outputs", "inputs"), shape, multiples, strict=True):
+            if size % multiple:
+                share = f"a share of {name}" if ranks.tp_size > 1 else name
+                return f"{share} has {size} {kind}, not a multiple of {multiple}"
+    return None
