@@ -27,7 +27,10 @@ from services.worker.described.refusals import refuse_fp8_cache, refuse_unsuppor
 from services.worker.layers.block_fp8 import BlockFp8Linear
 from services.worker.layers.expert_tiles import changes
 from services.worker.layers.fp8 import FP8
+from services.worker.layers.grouped import GroupedLinear
 from services.worker.layers.triton_block_fp8 import row_changes
+from services.worker.layers.triton_grouped import GroupedWeights
+from services.worker.layers.triton_grouped import row_changes as grouped_row_changes
 from services.worker.models.base import RankModel
 from services.worker.models.skinny_cuda import SkinnyDecoder, supports
 from services.worker.parallel.errors import ParallelError
@@ -296,9 +299,12 @@ def _changes_of_experts(model: RankModel) -> set[int]:
 
 
 def _changes_of_products(model: RankModel) -> set[int]:
-    """Return the numbers of tokens from which on products with scales of blocks run other kernels."""
-    widths = {len(module.weight) for module in model.modules() if isinstance(module, BlockFp8Linear)}
-    return {tokens for width in widths for tokens in row_changes(width)}
+    """Return the numbers of tokens from which on products with quantized weights run other kernels."""
+    modules = list(model.modules())
+    widths = {len(module.weight) for module in modules if isinstance(module, BlockFp8Linear)}
+    grouped = [GroupedWeights.of(module) for module in modules if isinstance(module, GroupedLinear)]
+    in_blocks = {tokens for width in widths for tokens in row_changes(width)}
+    return in_blocks | {tokens for each in grouped for tokens in grouped_row_changes(each)}
 
 
 def _run_all(runner: CudaRunner, plans: Iterable[Plan]) -> None:

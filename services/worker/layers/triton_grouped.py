@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from services.worker.layers.grouped import tile_size
+from services.worker.layers.grouped import GroupedLinear, tile_size
 from services.worker.layers.operators import operator
 from services.worker.layers.triton_grouped_kernel import grouped_rows
 from services.worker.layers.triton_grouped_wide import grouped_dequantize, grouped_sum, grouped_tiles
@@ -35,6 +35,11 @@ class GroupedWeights(NamedTuple):
     offsets: torch.Tensor | None
     bias: torch.Tensor | None  # [outputs], of the rows' dtype
     bits: int
+
+    @classmethod
+    def of(cls, linear: GroupedLinear) -> "GroupedWeights":
+        """Return the tensors of ``linear``."""
+        return cls(linear.codes, linear.scales, linear.offsets, linear.bias, linear.bits)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -104,7 +109,28 @@ def choose_tiles(outputs: int, inputs: int, rows: int, weights: GroupedWeights) 
     tiles, splits = inputs // weights.tile, 1
     while splits < _MOST_SPLITS and programs * splits * 2 <= 2 * _PROGRAMS and tiles >= splits * 8:
         splits *= 2
-    return TilesOptions(padded, block, splits, scale_sums, warps, 4 if padded <= 64 else 3)
+    # Three stages of 256 rows and bytes would take nearly all shared memory.
+    stages = 4 if padded <= 64 else 2 if padded == 256 and weights.bits == 8 else 3
+    return TilesOptions(padded, block, splits, scale_sums, warps, stages)
+
+
+def row_changes(weights: GroupedWeights) -> list[int]:
+    """Return the numbers of rows from which on other kernels compute the product, ascending.
+
+    The boot runs steps on both sides of each, so that no kernel is compiled while requests are served.
+    """
+    outputs, inputs = weights.shape
+
+    def kernel(rows: int) -> object:
+        if rows <= MOST_ROWS:
+            return choose_rows(outputs, inputs, rows, weights.bits), _padded(rows)
+        return choose_tiles(outputs, inputs, rows, weights) if rows <= MOST_FUSED_ROWS else None
+
+    return [rows for rows in range(2, MOST_FUSED_ROWS + 2) if kernel(rows) != kernel(rows - 1)]
+
+
+def _padded(rows: int) -> int:
+    return max(_SMALLEST_DOT, 1 << (rows - 1).bit_length())
 
 
 @operator(
@@ -163,7 +189,7 @@ def launch_rows(
         x if weights.bias is None else weights.bias, norm_weight, x if squares is None else squares, out, next_values,
         next_norm, next_squares, rows, eps, **constants, NORM=norm is not None and squares is None,
         PREPARED=0 if squares is None else len(squares), PREPARES=prepare is not None, GATED=gated,
-        BIAS=weights.bias is not None, ADD=add, ROWS=max(_SMALLEST_DOT, triton.next_power_of_2(rows)),
+        BIAS=weights.bias is not None, ADD=add, ROWS=_padded(rows),
         BLOCK_OUT=options.outputs, TILES=options.inputs // constants["TILE"], STAGES=options.stages, OVERLAP=overlap,
         num_warps=options.warps, num_stages=options.stages, **overlapping(overlap),
     )  # fmt: skip

@@ -139,7 +139,7 @@ def _supported(linear: AnyLinear) -> bool:
 
 def _weights(linear: AnyLinear) -> LinearWeights | GroupedWeights:
     if isinstance(linear, GroupedLinear):
-        return GroupedWeights(linear.codes, linear.scales, linear.offsets, linear.bias, linear.bits)
+        return GroupedWeights.of(linear)
     if isinstance(linear, BlockFp8Linear):
         return LinearWeights(linear.weight, linear.bias, linear.scale)
     return LinearWeights(linear.weight, linear.bias, linear.scale[0] if isinstance(linear, Fp8Linear) else None)
