@@ -2,7 +2,7 @@
 [problems=60] [device=auto]``.
 
 Runs the model over the word problems and their solutions in float32, in bfloat16, in bfloat16 with fp8 products, with
-keys and values rounded to fp8, and with both, and on CPUs in float32 with weights in int8 and int4. All are compared
+keys and values rounded to fp8, and with both, and with weights in int8 and int4, on CPUs in float32. All are compared
 with float32, and all but bfloat16 also with bfloat16. Figures over all tokens are the mean absolute difference of the
 log-probability (nats), the mean divergence of the distributions (nats), the share of tokens with the same most likely
 token, and the perplexity. On CPUs, fp8 products are computed by a float32 reference. The last line is one JSON object.
@@ -39,7 +39,8 @@ KINDS = {
     "fp8_cache": (torch.bfloat16, "none", True),
     "fp8_and_cache": (torch.bfloat16, "fp8", True),
 }
-KINDS_ON_CPUS = {"int8": (torch.float32, "int8", False), "int4": (torch.float32, "int4", False)}
+# On GPUs, products with integers take inputs of 16 bits.
+INTEGER_DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
 class BenchConfig(Config):
@@ -61,7 +62,7 @@ def main() -> None:
     tokenizer = Tokenizer.load(config.model)
     problems = read_problems()[: config.problems]
     texts = [tokenizer.encode(f"{each.prompt} {each.solution}")[: config.max_tokens] for each in problems]
-    kinds = KINDS if device.type == "cuda" else KINDS | KINDS_ON_CPUS
+    kinds = KINDS | {name: (INTEGER_DTYPES[device.type], name, False) for name in ("int8", "int4")}
     models = {name: load(card, dtype, quantization, device) for name, (dtype, quantization, _) in kinds.items()}
 
     losses = {name: [] for name in kinds}

@@ -324,10 +324,10 @@ def test_sizes_that_fp8_has_no_products_for_fail(tmp_path):
     assert "intermediate_size is 4104 on each of tp_size=2 ranks" in halves.text
 
 
-def test_integer_weights_are_for_dense_models_on_cpus(tmp_path):
+def test_integer_weights_are_for_sizes_in_groups(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B))
     flags = {"load_format": "dummy", "quantization": "int8"}
-    assert "flag quantization=int8: only on cpu" in only("flags", tmp_path, 80, **flags).text
+    assert findings("flags", tmp_path, 80, **flags) == []
     assert findings("flags", tmp_path, device="cpu", **flags) == []
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_1B | {"intermediate_size": 8208}))
     refused = only("flags", tmp_path, device="cpu", **flags)

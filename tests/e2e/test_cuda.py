@@ -31,6 +31,8 @@ BOUNDS = {
     "float16": (0.1, 0.02, 0.96),
     "bfloat16": (0.25, 0.05, 0.93),
     "fp8": (2.0, 0.35, 0.7),
+    "int8": (1.0, 0.1, 0.9),
+    "int4": (6.0, 0.9, 0.6),
 }
 # By default a server takes all of the memory, and nothing is left for a second one.
 CACHE = {"kv_cache_num_tokens": 128 * 1024}
@@ -71,6 +73,8 @@ def reference_of(directory) -> torch.nn.Module:
         ("llama", "float16", COMPILED),
         ("builtin", "bfloat16", {"quantization": "fp8"}),
         ("aligned", "bfloat16", {"quantization": "fp8"} | COMPILED),
+        ("builtin", "bfloat16", {"quantization": "int8"}),
+        ("builtin", "bfloat16", {"quantization": "int4"} | COMPILED),
         ("cohere2", "bfloat16", {"use_cudagraphs": "T", "piecewise_cudagraph_max_tokens": 128}),
         ("deepseek_v2", "float32", {}),
         ("gpt2", "bfloat16", {"use_cudagraphs": "T"}),
@@ -89,7 +93,7 @@ async def test_log_probabilities_agree_with_transformers(directory_of, model, dt
     answers = list(zip(prompts[:4], alone, strict=True))
     answers += [(prompt, samples[0]) for prompt, samples in zip(prompts, together, strict=True)]
     found = agreement(reference, answers)
-    found.check(*BOUNDS["fp8" if flags.get("quantization") else dtype])
+    found.check(*BOUNDS[flags.get("quantization", dtype)])
 
 
 @pytest.mark.parametrize(("model", "dtype"), [("builtin", "bfloat16"), ("qwen3", "float32"), ("llama", "bfloat16")])

@@ -185,7 +185,7 @@ def test_weights_of_a_gguf_file_do_not_change(kind, quantization, checkpoint, tm
 @pytest.mark.parametrize(
     ("changes", "device", "tp_size", "message"),
     [
-        ({}, "cuda", 1, "flag quantization=int8: only on cpu, and this worker runs on cuda; use quantization=fp8 or"),
+        ({}, "cuda", 1, "quantization=int8: on cuda, products of integer weights take inputs of 16 bits, but dtype is"),
         ({"intermediate_size": 100}, "cpu", 1, "intermediate_size is 100, which is not a multiple of 32; use"),
         ({"hidden_size": 72}, "cpu", 1, "hidden_size is 72"),
         ({"heads": 3, "kv_heads": 1}, "cpu", 2, r"head_dim is 48 on each of tp_size=2 ranks, .* or a lower tp_size"),

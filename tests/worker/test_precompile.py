@@ -86,12 +86,13 @@ def test_the_kernels_of_experts_are_among_them(checkpoint, tmp_path, returned):
     [
         ({"architecture": "llama"}, {}),
         ({"architecture": "qwen3"}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+        ({"architecture": "llama"}, {"quantization": "int4"}),
         ({"architecture": "qwen2", "use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1}, {}),
         ({"architecture": "llama"}, {"tp_size": 2}),
         ({"architecture": "gpt_oss"}, {}),
         ({"architecture": "glm4_moe"}, {"quantization": "fp8"}),
     ],
-    ids=["llama", "fp8", "windows and biases", "two ranks", "experts", "experts in fp8"],
+    ids=["llama", "fp8", "int4", "windows and biases", "two ranks", "experts", "experts in fp8"],
 )
 def test_every_kernel_of_a_start_can_be_compiled(checkpoint, tmp_path, model, flags):
     """Triton's interpreter accepts more than its compiler: a variable may change its type there."""

@@ -109,17 +109,12 @@ def refuse_unquantizable_sizes(config: ModelConfig, tp_size: int) -> None:
     _refuse_other_multiples("fp8", sizes, _FP8_MULTIPLE, tp_size)
 
 
-def refuse_integer_weights(config: ModelConfig, quantization: str, device: str, tp_size: int) -> None:
-    """Raise ``InvalidRequest`` if the device or a matrix of ``config`` does not support ``quantization``, int8 or int4.
+def refuse_integer_weights(config: ModelConfig, quantization: str, tp_size: int) -> None:
+    """Raise ``InvalidRequest`` if a matrix of ``config`` does not support ``quantization``, int8 or int4.
 
-    ``device`` is ``cpu`` or ``cuda``. ``config`` describes the share of each of ``tp_size`` ranks.
+    ``config`` describes the share of each of ``tp_size`` ranks.
     """
     flag = f"flag quantization={quantization}"
-    if device != "cpu":
-        raise InvalidRequest(
-            f"{flag}: only on cpu, and this worker runs on {device}; use quantization=fp8 or quantization=none",
-            field="quantization",
-        )
     if config.experts:
         raise InvalidRequest(
             f"{flag}: the model is a mixture of experts, whose weights cannot be integers; use quantization=none",

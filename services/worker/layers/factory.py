@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from services.common.errors import InvalidRequest
 from services.worker.described.config import ModelConfig
 from services.worker.described.forms import Form
 from services.worker.described.refusals import refuse_integer_weights
@@ -28,12 +29,27 @@ def make_linear(
         refuse_unquantizable(config, dtype, device, tp_size)
         return partial(Fp8Linear, dtype=dtype)
     if quantization in ("int8", "int4"):
-        refuse_integer_weights(config, quantization, device.type, tp_size)
+        refuse_integer_weights(config, quantization, tp_size)
+        bits = int(quantization.removeprefix("int"))
+        if device.type == "cuda":
+            return _make_grouped(dtype, bits)
         from services.worker.layers import products_cpu  # noqa: F401  the operator; loads numba
 
-        return partial(IntegerLinear, bits=int(quantization.removeprefix("int")))
+        return partial(IntegerLinear, bits=bits)
     # On CUDA the weight has the checkpoint's layout, because tensor cores read both factors along their rows.
     return partial(Linear, transposed=True) if device.type == "cuda" else Linear
+
+
+def _make_grouped(dtype: torch.dtype, bits: int) -> LinearMaker:
+    if dtype == torch.float32:
+        raise InvalidRequest(
+            f"flag quantization=int{bits}: on cuda, products of integer weights take inputs of 16 bits, but dtype is"
+            " float32; use dtype=bfloat16 or quantization=none",
+            field="quantization",
+        )
+    from services.worker.layers import triton_grouped  # noqa: F401  the operator; loads Triton
+
+    return partial(GroupedLinear, bits=bits)
 
 
 def make_kept_linear(form: Form, dtype: torch.dtype) -> LinearMaker:
@@ -41,9 +57,13 @@ def make_kept_linear(form: Form, dtype: torch.dtype) -> LinearMaker:
     if form.kind == "fp8":
         return partial(Fp8Linear, dtype=dtype)
     if form.kind == "fp8_blocks":
+        from services.worker.layers import triton_block_fp8  # noqa: F401  the operator; loads Triton
+
         return partial(BlockFp8Linear, dtype=dtype)
     if form.kind == "dtype":
         return partial(Linear, transposed=True)
+
+    from services.worker.layers import triton_grouped  # noqa: F401  the operator; loads Triton
 
     def grouped(inputs: int, outputs: int | Sequence[int], bias: bool) -> GroupedLinear:
         group = form.group or inputs
