@@ -107,7 +107,9 @@ def choose_tiles(outputs: int, inputs: int, rows: int, weights: GroupedWeights) 
     block, warps = (64, 4) if padded <= 64 else (128, 8)
     programs = triton.cdiv(rows, padded) * triton.cdiv(outputs, block)
     tiles, splits = inputs // weights.tile, 1
-    while splits < _MOST_SPLITS and programs * splits * 2 <= 2 * _PROGRAMS and tiles >= splits * 8:
+    # Of programs with small tiles, an SM runs two at once. More splits also write and read more sums.
+    most = (2 if padded <= 64 else 1) * _PROGRAMS
+    while splits < _MOST_SPLITS and programs * splits * 2 <= most and tiles >= splits * 8:
         splits *= 2
     # Three stages of 256 rows and bytes would take nearly all shared memory.
     stages = 4 if padded <= 64 else 2 if padded == 256 and weights.bits == 8 else 3
