@@ -1,9 +1,12 @@
 """Linear layers in fp8 with scales of blocks, and their products on CUDA."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from services.worker.described.layer import ExpertsConfig
 from services.worker.layers.block_fp8 import (
     BLOCK,
     BlockFp8Linear,
@@ -13,7 +16,11 @@ from services.worker.layers.block_fp8 import (
     quantize_blocks,
 )
 from services.worker.layers.fp8 import FP8, Fp8Linear, Quantized, quantize_rows
+from services.worker.layers.linear import Linear
+from services.worker.models.decoder import DecoderModel
+from services.worker.models.experts import Experts
 from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
+from tests.worker.small_models import PlainRotatingStep, one_sequence, small_config, small_model
 from tests.worker.test_grouped import quantized
 
 kernels = pytest.mark.usefixtures("triton_ready")
@@ -246,3 +253,65 @@ def test_operators_between_products_quantize_by_blocks(size):
         # The interpreter does not round all values as the hardware does.
         same = (dequantized(quantized) - dequantized(expected)).abs() < 1e-6
         assert same.float().mean() > (0.9 if INTERPRETED else 0.99)
+
+
+# Each part of a projection is a multiple of 128 rows.
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "heads": 4, "kv_heads": 4, "head_dim": 32}
+EXPERTS = ExpertsConfig(count=4, chosen=2, width=128)
+
+
+def models(dtype: torch.dtype, **changes) -> tuple[DecoderModel, DecoderModel]:
+    """Return a model with scales of blocks, and one with the same weights in ``dtype``."""
+    config = small_config(layers=2, **SIZES | changes)
+    model = small_model(config, dtype, linear=partial(BlockFp8Linear, dtype=dtype))
+    same = small_model(config, dtype, linear=partial(Linear, transposed=True))
+    with torch.inference_mode():
+        for name, module in same.named_modules():
+            other = model.get_submodule(name)
+            if isinstance(module, Linear):
+                module.weight.copy_(other.weight.float() * expand_blocks(other.scale, *other.weight.shape))
+            elif isinstance(module, Experts):
+                for matrix in ("gate_up", "down_matrix"):
+                    scales = getattr(other, f"{matrix}_scale")
+                    for index, weight in enumerate(getattr(other, matrix)):
+                        scale = expand_blocks(scales[index], *weight.shape)
+                        getattr(module, matrix)[index].copy_(weight.float() * scale)
+    return model, same
+
+
+@pytest.mark.parametrize("changes", [{}, {"mlp": EXPERTS}], ids=["dense", "experts"])
+def test_a_model_with_scales_of_blocks_is_near_the_model_of_its_values(changes):
+    model, same = models(torch.float32, **changes)
+    token_ids, positions = torch.arange(7) * 7, torch.arange(7)
+    with torch.inference_mode():
+        found, expected = (
+            each.project(each(token_ids, positions, one_sequence(each.config, 7)[1])) for each in (model, same)
+        )
+    assert (found - expected).norm() / expected.norm() < 0.06  # the rows of inputs are in fp8
+
+
+def test_experts_whose_parts_are_no_blocks_are_refused():
+    with pytest.raises(ValueError, match="an expert's width of 64 on each rank: with scales of blocks"):
+        models(torch.float32, mlp=ExpertsConfig(count=4, chosen=2, width=64))
+
+
+@needs_triton
+@kernels
+@pytest.mark.skipif(not INTERPRETED, reason="attention here is the reference, on the CPU")
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_the_decoder_of_few_rows_gives_what_a_model_of_the_same_weights_gives(tokens):
+    from services.worker.models.skinny_cuda import SkinnyDecoder
+
+    token_ids, positions = torch.arange(tokens) * 7, torch.arange(tokens)
+    with torch.inference_mode():
+        found, expected = (
+            SkinnyDecoder(each)(
+                token_ids,
+                positions,
+                PlainRotatingStep(
+                    each.config, each.rotaries[0], positions, one_sequence(each.config, tokens, each.dtype)[1]
+                ),
+            )
+            for each in models(torch.float16)
+        )
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)

@@ -8,6 +8,7 @@ import torch
 from services.worker.described.layer import Activation, RouterConfig
 from services.worker.layers import experts as plain
 from services.worker.layers.activations import gated
+from services.worker.layers.block_fp8 import BLOCK, expand_blocks, quantize_blocks
 from services.worker.layers.experts import ExpertWeights, Routes
 from services.worker.layers.fp8 import quantize_rows
 from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
@@ -253,27 +254,32 @@ def test_the_sum_of_ranks_is_the_whole():
 
 
 def quantized_mix(case: Case, activation: str) -> torch.Tensor:
-    """Return the mixture with the inputs of both products quantized by rows."""
+    """Return the mixture with the inputs of both products quantized as the scales of the weights are."""
     weights, total = case.weights, torch.zeros(case.x.shape, device=DEVICE)
-    x = dequantized(case.x)
+    block = BLOCK if plain.has_blocks(weights.gate_up_scale) else None
+    x = dequantized(case.x, block)
     for index in range(len(weights.down)):
         tokens, choices = torch.where(case.routes.experts == weights.first + index)
         if not len(tokens):
             continue
-        inner = x[tokens] @ (weights.gate_up[index].float() * weights.gate_up_scale[index].unsqueeze(1)).t()
+        inner = x[tokens] @ scaled(weights.gate_up[index], weights.gate_up_scale[index]).t()
         inner = inner if weights.gate_up_bias is None else inner + weights.gate_up_bias[index]
-        inner = dequantized(gated(inner, activation).to(case.x.dtype))
-        rows = inner @ (weights.down[index].float() * weights.down_scale[index].unsqueeze(1)).t()
+        inner = dequantized(gated(inner, activation).to(case.x.dtype), block)
+        rows = inner @ scaled(weights.down[index], weights.down_scale[index]).t()
         rows = rows if weights.down_bias is None else rows + weights.down_bias[index]
         total.index_add_(0, tokens, rows * case.routes.weights[tokens, choices].unsqueeze(1))
     return total
 
 
-def dequantized(rows: torch.Tensor) -> torch.Tensor:
+def scaled(matrix: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return matrix.float() * (scale.unsqueeze(1) if scale.dim() == 1 else expand_blocks(scale, *matrix.shape))
+
+
+def dequantized(rows: torch.Tensor, block: int | None) -> torch.Tensor:
     from services.worker.layers.triton_rows import quantize
 
-    values, scale = quantize(rows)
-    return values.float() * scale
+    values, scale = quantize(rows, block)
+    return values.float() * (scale if block is None else scale.repeat_interleave(block, dim=1)[:, : rows.shape[1]])
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -283,6 +289,39 @@ def test_a_mixture_in_fp8(tokens, biases):
     case.quantize()
     found, expected = case.mixed("clamped_swiglu").float(), quantized_mix(case, "clamped_swiglu")
     assert (found - expected).norm() / expected.norm() < 0.02
+
+
+def in_blocks(weights: ExpertWeights) -> ExpertWeights:
+    """Return fp8 weights with scales of blocks of 128 x 128."""
+    parts = {}
+    for name in ("gate_up", "down"):
+        whole = getattr(weights, name)
+        values, scales = zip(*(quantize_blocks(matrix) for matrix in whole), strict=True)
+        parts |= {name: torch.stack(values), f"{name}_scale": torch.stack(scales)}
+    return weights._replace(**parts)
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(128, 256), (192, 128)])
+@pytest.mark.parametrize("tokens", [2, 60])
+def test_a_mixture_in_fp8_with_scales_of_blocks(tokens, hidden, width):
+    """The scales of blocks are far from each other."""
+    case = Case(tokens, biases=True, hidden=hidden, width=width, dtype=HALF, held=range(1, 5))
+    case.weights = case.weights._replace(
+        gate_up=case.weights.gate_up * torch.where(torch.arange(2 * width, device=DEVICE) < width, 0.5, 0.01)[:, None],
+        down=case.weights.down * torch.exp2(torch.arange(width, device=DEVICE) // BLOCK * 3.0),
+    )
+    case.weights = in_blocks(case.weights)
+    found, expected = case.mixed().float(), quantized_mix(case, "silu")
+    assert (found - expected).norm() / expected.norm() < 0.02
+    assert (found - case.expected().float()).norm() / expected.norm() < 0.1
+
+
+def test_tiles_for_scales_of_blocks_have_one_scale_per_iteration():
+    from services.worker.layers.expert_tiles import choose_tiles
+
+    for pairs in (8, 300, 3000, 100_000):
+        tiles = choose_tiles(pairs, 128, 1, blocks=True)
+        assert max(*tiles.gate_up[:2], *tiles.down[:2]) <= BLOCK
 
 
 def test_operators_declare_the_shapes_of_their_results():

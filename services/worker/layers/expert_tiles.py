@@ -5,6 +5,8 @@
 
 from typing import NamedTuple
 
+from services.worker.layers.block_fp8 import BLOCK
+
 # Products of at most this number of pairs read the weights for each pair, without sorting the pairs by expert.
 MOST_STREAMED_PAIRS = 16
 # Up to these numbers, pairs are counted and sorted in one iteration of one kernel, by 4 or by 8 warps.
@@ -52,10 +54,19 @@ _TABLES: dict[int, dict[int, ExpertTiles]] = {
 }
 
 
-def choose_tiles(pairs: int, experts: int, item: int) -> ExpertTiles:
-    """Return the options for ``pairs`` of ``experts``, with weights of ``item`` bytes."""
+def choose_tiles(pairs: int, experts: int, item: int, *, blocks: bool = False) -> ExpertTiles:
+    """Return the options for ``pairs`` of ``experts``, with weights of ``item`` bytes.
+
+    ``blocks`` is true for weights in fp8 that have scales of blocks. They have not been measured yet.
+    """
     table = _TABLES[item]
-    return next(tiles for most, tiles in table.items() if pairs <= most * experts)
+    tiles = next(tiles for most, tiles in table.items() if pairs <= most * experts)
+    return tiles._replace(gate_up=_in_blocks(tiles.gate_up), down=_in_blocks(tiles.down)) if blocks else tiles
+
+
+def _in_blocks(tile: Tile) -> Tile:
+    """Return ``tile``, reduced so that the inputs of an iteration have one scale, and two sums fit into registers."""
+    return tile._replace(outputs=min(tile.outputs, BLOCK), inputs=min(tile.inputs, BLOCK))
 
 
 def changes(experts: int, chosen: int, item: int) -> list[int]:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from services.worker.described.layer import Activation, RouterConfig
 from services.worker.layers.activations import gated
+from services.worker.layers.block_fp8 import expand_blocks
 from services.worker.layers.operators import operator
 
 # Added to the sum of sigmoids before weights are divided by it, as in transformers.
@@ -21,8 +22,10 @@ class ExpertWeights(NamedTuple):
     gate_up_bias: torch.Tensor | None  # [experts, 2 * width]
     down_bias: torch.Tensor | None  # [experts, hidden_size]
     first: int = 0  # number of the rank's first expert
-    gate_up_scale: torch.Tensor | None = None  # [experts, 2 * width] float32, if ``gate_up`` is in fp8
-    down_scale: torch.Tensor | None = None  # [experts, hidden_size] float32, if ``down`` is in fp8
+    # If the weights are in fp8: float32 scales of rows, [experts, rows], or of blocks of 128 x 128, [experts, row
+    # blocks, column blocks]. The rows of gate and those of up are whole blocks.
+    gate_up_scale: torch.Tensor | None = None
+    down_scale: torch.Tensor | None = None
 
 
 class Routes(NamedTuple):
@@ -88,6 +91,11 @@ def _mix(x: torch.Tensor, experts: torch.Tensor, routed: torch.Tensor, *argument
     return total.to(x.dtype)
 
 
+def has_blocks(scales: torch.Tensor | None) -> bool:
+    """Return whether ``scales`` of ``ExpertWeights`` are those of blocks."""
+    return scales is not None and scales.dim() == 3
+
+
 def _top(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ``count`` largest scores of each row and their indices, descending. Equal scores keep their order."""
     values, indices = scores.sort(dim=-1, descending=True, stable=True)
@@ -100,5 +108,7 @@ def _product(
     """Return the product of ``rows`` with the matrix of expert ``index``. An fp8 matrix is converted first."""
     matrix = matrices[index]
     if scales is not None:
-        matrix = (matrix.float() * scales[index].unsqueeze(1)).to(rows.dtype)
+        own = scales[index]
+        factors = expand_blocks(own, *matrix.shape) if has_blocks(scales) else own.unsqueeze(1)
+        matrix = (matrix.float() * factors).to(rows.dtype)
     return F.linear(rows, matrix, None if biases is None else biases[index])

@@ -14,10 +14,12 @@ import triton
 import triton.language as tl
 
 from services.worker.described.layer import Activation
+from services.worker.layers.block_fp8 import BLOCK
 from services.worker.layers.expert_tiles import MOST_STREAMED_PAIRS, ExpertTiles, Tile, choose_tiles
-from services.worker.layers.experts import ExpertWeights, Routes
+from services.worker.layers.experts import ExpertWeights, Routes, has_blocks
 from services.worker.layers.operators import operator
 from services.worker.layers.triton_activations import gated
+from services.worker.layers.triton_overlap import load_float_in_place
 from services.worker.layers.triton_routing import Blocks, sort_pairs
 from services.worker.layers.triton_rows import quantize
 
@@ -31,12 +33,14 @@ def _products(x, x_scale, matrices, scales, biases, output, sorted_pairs, block_
               EXPERTS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SHARED_BY: tl.constexpr,
               ACTIVATION: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, STREAMED: tl.constexpr,
               MATRIX_FIRST: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCK_OUT: tl.constexpr,
-              BLOCK_IN: tl.constexpr):  # fmt: skip
+              BLOCK_IN: tl.constexpr, IN_PLACE: tl.constexpr):  # fmt: skip
     """Multiply a block of pairs by ``BLOCK_OUT`` rows of its expert's matrix. Grid: ``(blocks * tiles,)``.
 
     ``SHARED_BY``: number of consecutive pairs that have the same row of ``x``. ``ACTIVATION``: None, or the activation
-    of the gate; rows of gate and up then alternate in a tile. ``SCALED``: rows and matrices are in fp8. ``STREAMED``:
-    each pair is a block, and ``block_experts`` are the experts of the pairs, counted over all ranks.
+    of the gate; rows of gate and up then alternate in a tile. ``SCALED``: 0 if rows and matrices are not in fp8, 1 if
+    each of their rows has a scale, else the size of square blocks of a matrix that have a scale; a row then has a scale
+    for each block of columns. ``STREAMED``: each pair is a block, and ``block_experts`` are the experts of the pairs,
+    counted over all ranks. ``IN_PLACE``: load scales in the layout in which they are used.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     RESULTS: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
@@ -77,6 +81,18 @@ def _products(x, x_scale, matrices, scales, biases, output, sorted_pairs, block_
     rows = x + row.to(tl.int64) * INPUTS
     lines_of_expert = expert.to(tl.int64) * OUTPUTS + source
     matrix = matrices + lines_of_expert * INPUTS
+    if SCALED > 1:
+        # Loaded one iteration early, because the compiler does not pipeline loads for the result of a product.
+        COLUMNS: tl.constexpr = (INPUTS + SCALED - 1) // SCALED
+        LINES: tl.constexpr = (OUTPUTS + SCALED - 1) // SCALED
+        tl.static_assert(SCALED % BLOCK_IN == 0, "the inputs of an iteration have one scale")
+        tl.static_assert(SCALED % RESULTS == 0, "the results of a tile have one scale, with the gate two")
+        x_rows = pairs // SHARED_BY
+        scales += (expert.to(tl.int64) * LINES + tile * RESULTS // SCALED) * COLUMNS
+        row_scale = load_float_in_place(x_scale + row, IN_PLACE)
+        matrix_scale = tl.load(scales)
+        if GATED:
+            up_scale = tl.load(scales + SIZE // SCALED * COLUMNS)
     total = tl.zeros((BLOCK_OUT, ROWS) if MATRIX_FIRST else (ROWS, BLOCK_OUT), tl.float32)
     for start in range(0, INPUTS, BLOCK_IN):
         columns = start + offsets
@@ -94,11 +110,28 @@ def _products(x, x_scale, matrices, scales, biases, output, sorted_pairs, block_
             else:
                 left = tl.load(rows[:, None] + columns[None, :], (columns < INPUTS)[None, :], other=0.0)
                 right = tl.load(matrix[None, :] + columns[:, None], (columns < INPUTS)[:, None], other=0.0)
-        total = tl.dot(left, right, total, input_precision="ieee")
+        if SCALED > 1:
+            following = tl.minimum((start + BLOCK_IN) // SCALED, COLUMNS - 1)
+            next_row_scale = load_float_in_place(x_scale + following.to(tl.int64) * x_rows + row, IN_PLACE)
+            next_matrix_scale = tl.load(scales + following)
+            product = tl.dot(left, right)
+            if GATED:
+                next_up_scale = tl.load(scales + SIZE // SCALED * COLUMNS + following)
+                line_scales = tl.where(lines % 2 == 0, matrix_scale, up_scale)
+                product *= line_scales[:, None] if MATRIX_FIRST else line_scales[None, :]
+                up_scale = next_up_scale
+                total += product * (row_scale[None, :] if MATRIX_FIRST else row_scale[:, None])
+            else:
+                factor = row_scale * matrix_scale
+                total += product * (factor[None, :] if MATRIX_FIRST else factor[:, None])
+            matrix_scale = next_matrix_scale
+            row_scale = next_row_scale
+        else:
+            total = tl.dot(left, right, total, input_precision="ieee")
 
     if MATRIX_FIRST:
         total = tl.trans(total)
-    if SCALED:
+    if SCALED == 1:
         total = total * tl.load(x_scale + row)[:, None] * tl.load(scales + lines_of_expert)[None, :]
     if BIAS:
         total += tl.load(biases + lines_of_expert).to(tl.float32)[None, :]
@@ -164,7 +197,7 @@ def mix_experts(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 def add_experts(onto: torch.Tensor, x: torch.Tensor, *arguments: Any) -> None:
     """Add what ``layers.experts.mix`` returns to ``onto``, for contiguous tensors of the fields of its arguments.
 
-    With fp8 weights, the inputs of both products are quantized by rows.
+    With fp8 weights, the inputs of both products are quantized, with scales of rows or of blocks of their columns.
     """
     _mix(onto, True, x, *arguments)
 
@@ -189,7 +222,7 @@ def _mix(
         Routes(experts, weights),
         ExpertWeights(gate_up, down, gate_up_bias, down_bias, first, gate_up_scale, down_scale),
         activation,
-        choose_tiles(experts.numel(), gate_up.shape[0], gate_up.itemsize),
+        choose_tiles(experts.numel(), gate_up.shape[0], gate_up.itemsize, blocks=has_blocks(gate_up_scale)),
         streamed=experts.numel() <= MOST_STREAMED_PAIRS,
         output=output,
         add=add,
@@ -241,15 +274,16 @@ def _launch(
     blocks, tiles = grouping.blocks or Blocks(*[grouping.experts] * 3), grouping.tiles
     tile: Tile = tiles.down if activation is None else tiles.gate_up
     shared_by = grouping.pairs // x.shape[0]
-    x_scale = x
+    x_scale, scaled = x, 0
     if scales is not None:
-        x, x_scale = quantize(x)
+        scaled = BLOCK if has_blocks(scales) else 1
+        x, x_scale = quantize(x, BLOCK if has_blocks(scales) else None)
     experts, outputs, inputs = matrices.shape
     results = tile.outputs if activation is None else tile.outputs // 2
     _products[(grouping.most_blocks * triton.cdiv(output.shape[1], results),)](
         x, x_scale, matrices, x if scales is None else scales, x if biases is None else biases, output, *blocks,
         grouping.first, grouping.pairs, EXPERTS=experts, OUTPUTS=outputs, INPUTS=inputs, SHARED_BY=shared_by,
-        ACTIVATION=activation, SCALED=scales is not None, BIAS=biases is not None, STREAMED=grouping.blocks is None,
+        ACTIVATION=activation, SCALED=scaled, BIAS=biases is not None, STREAMED=grouping.blocks is None,
         MATRIX_FIRST=tiles.rows < _FEWEST_ROWS_FIRST, ROWS=tiles.rows, GROUP=tiles.group, BLOCK_OUT=tile.outputs,
-        BLOCK_IN=tile.inputs, num_warps=tile.warps, num_stages=tile.stages,
+        BLOCK_IN=tile.inputs, IN_PLACE=x.device.type != "cpu", num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from services.worker.layers.linear import AnyLinear, Linear, LinearMaker
 from services.worker.layers.rotary import Rotary
 from services.worker.models.attention import Attention
 from services.worker.models.base import Compile, RankModel
-from services.worker.models.experts import Experts
+from services.worker.models.experts import Experts, scales_like
 from services.worker.models.load_targets import load_targets
 from services.worker.models.mlp import Mlp
 from services.worker.models.vocabulary import VocabularyLayers
@@ -103,9 +103,8 @@ class DecoderLayer(nn.Module):
         self.quantizes = self.attention.qkv.quantizes
         self.mlp: Mlp | Experts
         if isinstance(layer.mlp, ExpertsConfig):
-            self.mlp = Experts(
-                config.hidden_size, layer.mlp, kernels, linear, quantizes=bool(self.quantizes), adds_bias=adds_bias
-            )
+            scales = scales_like(self.attention.qkv)
+            self.mlp = Experts(config.hidden_size, layer.mlp, kernels, linear, scales=scales, adds_bias=adds_bias)
         else:
             width = config.intermediate_size
             self.mlp = Mlp(config.hidden_size, width, layer.mlp, kernels, linear, adds_bias=adds_bias)

@@ -1,18 +1,22 @@
 """A mixture of experts, which replaces the MLP of a layer."""
 
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from services.worker.described.layer import ExpertsConfig, MlpConfig
+from services.worker.layers.block_fp8 import BLOCK, BlockFp8Linear, BlockRows, blocks_of
 from services.worker.layers.experts import ExpertWeights
-from services.worker.layers.fp8 import FP8, Quantized, QuantizedRows
+from services.worker.layers.fp8 import FP8, Fp8Linear, Quantized, QuantizedRows
 from services.worker.layers.kernels import LayerKernels
-from services.worker.layers.linear import LinearMaker
+from services.worker.layers.linear import AnyLinear, LinearMaker
 from services.worker.models.mlp import Mlp
 from services.worker.parallel.exchange import Exchange
+
+# The scales of experts in fp8: one for each row, or for each block of 128 x 128. ``none``: they are not in fp8.
+ExpertScales: TypeAlias = Literal["none", "rows", "blocks"]
 
 
 class Experts(nn.Module):
@@ -40,17 +44,23 @@ class Experts(nn.Module):
         kernels: LayerKernels,
         linear: LinearMaker,
         *,
-        quantizes: bool,
+        scales: ExpertScales = "none",
         adds_bias: bool = True,
     ) -> None:
         """Create uninitialised weights for ``features``, this rank's share of the experts.
 
-        ``quantizes`` is true if experts are in fp8. If ``adds_bias`` is false, experts of which this rank has a share
-        have no bias in the last product, because another rank adds it.
+        ``scales`` are those of experts in fp8, or ``none`` for experts of the default dtype. If ``adds_bias`` is false,
+        experts of which this rank has a share have no bias in the last product, because another rank adds it. Raises
+        ``ValueError`` if the sizes do not allow ``scales``.
         """
         super().__init__()
-        self.kernels, self.features, self.quantizes_experts = kernels, features, quantizes
+        self.kernels, self.features = kernels, features
         count, width = len(features.local), features.width
+        if scales == "blocks" and width % BLOCK:
+            raise ValueError(
+                f"an expert's width of {width} on each rank: with scales of blocks it must be a multiple of {BLOCK};"
+                " use expert_parallel=T or a smaller tp_size, or dequantize the weights"
+            )
         self.router = _parameter(features.count, hidden_size)
         self.router_bias = _parameter(features.count) if features.router.bias else None
         correction = torch.empty(features.count, dtype=torch.float32) if features.router.correction_bias else None
@@ -63,9 +73,8 @@ class Experts(nn.Module):
         self.down_bias = _parameter(count, hidden_size) if features.expert_bias and adds_bias else None
         shapes = {"gate_up": (count, 2 * width, hidden_size), "down_matrix": (count, hidden_size, width)}
         for name, shape in shapes.items():
-            self.register_buffer(name, torch.empty(shape, dtype=FP8 if quantizes else None))
-            scale = torch.empty(shape[:2], dtype=torch.float32) if quantizes else None
-            self.register_buffer(f"{name}_scale", scale)
+            self.register_buffer(name, torch.empty(shape, dtype=None if scales == "none" else FP8))
+            self.register_buffer(f"{name}_scale", _empty_scale(scales, shape))
         self.shared = self.shared_gate = None
         if features.shared_width:
             mlp = MlpConfig(activation=features.activation)
@@ -135,15 +144,39 @@ class Experts(nn.Module):
         halves = {"gate_proj": slice(0, width), "up_proj": slice(width, 2 * width), "down_proj": slice(None)}
         targets: dict[str, Any] = {}
         for name, rows in halves.items():
-            matrix, bias, scale = (weights.gate_up, weights.gate_up_bias, weights.gate_up_scale)
+            matrix, bias, scale = weights.gate_up, weights.gate_up_bias, weights.gate_up_scale
             if name == "down_proj":
                 matrix, bias, scale = weights.down, weights.down_bias, weights.down_scale
             part = matrix[index][rows]
-            whole = part if scale is None else QuantizedRows(part, scale[index][rows].unsqueeze(0))
-            targets[f"{prefix}.{name}.weight"] = whole
+            targets[f"{prefix}.{name}.weight"] = part if scale is None else _scaled_rows(part, scale[index], rows)
             if bias is not None:
                 targets[f"{prefix}.{name}.bias"] = bias[index][rows]
         return targets
+
+
+def scales_like(linear: AnyLinear) -> ExpertScales:
+    """Return the scales of experts that are stored as ``linear`` is."""
+    if isinstance(linear, BlockFp8Linear):
+        return "blocks"
+    return "rows" if isinstance(linear, Fp8Linear) else "none"
+
+
+def _empty_scale(scales: ExpertScales, shape: tuple[int, int, int]) -> torch.Tensor | None:
+    """Return uninitialised scales for the weights ``[experts, outputs, inputs]``, as in ``ExpertWeights``."""
+    experts, outputs, inputs = shape
+    if scales == "none":
+        return None
+    if scales == "rows":
+        return torch.empty(experts, outputs, dtype=torch.float32)
+    return torch.empty(experts, blocks_of(outputs), blocks_of(inputs), dtype=torch.float32)
+
+
+def _scaled_rows(part: torch.Tensor, scale: torch.Tensor, rows: slice) -> QuantizedRows | BlockRows:
+    """Return the load target of ``part``, the fp8 weights ``rows`` of an expert. ``scale`` is that of all its rows."""
+    if scale.dim() == 1:
+        return QuantizedRows(part, scale[rows].unsqueeze(0))
+    first = (rows.start or 0) // BLOCK
+    return BlockRows(part, scale[first : first + blocks_of(len(part))])
 
 
 def _parameter(*shape: int) -> nn.Parameter:
