@@ -75,8 +75,8 @@ def _layer_form(model: ModelConfig, ranks: Ranks, index: int, schemes: set[Schem
     form = _form(named)
     if isinstance(form, str):
         return LayerForm(IN_DTYPE, named, form)
-    if isinstance(model.layers[index].mlp, ExpertsConfig) and form.kind != "fp8":
-        return LayerForm(IN_DTYPE, named, "experts can be in fp8 with one scale per tensor or row only")
+    if isinstance(model.layers[index].mlp, ExpertsConfig) and form.kind == "grouped":
+        return LayerForm(IN_DTYPE, named, "experts of integers have no product")
     local = local_config(model, ranks, range(index, index + 1))
     if problem := _unsupported(local, form, ranks):
         return LayerForm(IN_DTYPE, named, problem)
