@@ -23,6 +23,7 @@ import torch
 from pydantic import Field
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from bench.local_worker import refuse
 from bench.problems import read_problems
 from bench.server import report
 from services.common.config import from_command_line
@@ -98,6 +99,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# The settings of published checkpoints.
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "fp8-blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+}
+
+
 class ModelConfig(Config):
     """The flags."""
 
@@ -107,12 +117,20 @@ class ModelConfig(Config):
         None, ge=1, le=VOCAB_SIZE // 2, description="tokens that end an answer; default: 1 in 150"
     )
     weights: Bool = Field(False, description="also write random weights, in bfloat16")
+    quantization: Literal["none", "fp8", "fp8-blocks", "gptq", "awq"] = Field(
+        "none", description="with load_format=dummy, the server's random weights are those of such a checkpoint"
+    )
 
 
 def main() -> None:
     config = from_command_line(ModelConfig)
     count = config.eos_tokens or default_ends(config.shape)
-    directory = make_model(Path(config.directory), config.shape, count)
+    if config.weights and config.quantization != "none":
+        refuse(
+            f"weights=T writes bfloat16, which quantization={config.quantization} does not describe; use one of both"
+        )
+    settings = QUANTIZATIONS.get(config.quantization)
+    directory = make_model(Path(config.directory), config.shape, count, settings)
     if config.weights:
         write_weights(directory, config.shape)
     size, vocab_size = sum(path.stat().st_size for path in directory.iterdir()), SHAPES[config.shape]["vocab_size"]
@@ -120,10 +138,16 @@ def main() -> None:
     report({"directory": str(directory), "shape": config.shape, "eos_tokens": count, "bytes": size})
 
 
-def make_model(directory: Path, shape: str = "llama-1b", eos_tokens: int | None = None) -> Path:
+def make_model(
+    directory: Path,
+    shape: str = "llama-1b",
+    eos_tokens: int | None = None,
+    quantization: Mapping[str, Any] | None = None,
+) -> Path:
     """Write config, generation config and tokenizer into ``directory``, and return it.
 
-    ``eos_tokens`` is the number of tokens that end an answer, by default ``default_ends(shape)``.
+    ``eos_tokens`` is the number of tokens that end an answer, by default ``default_ends(shape)``. ``quantization`` is
+    the ``quantization_config`` of ``config.json``.
     """
     directory.mkdir(parents=True, exist_ok=True)
     vocab_size = SHAPES[shape]["vocab_size"]
@@ -131,7 +155,8 @@ def make_model(directory: Path, shape: str = "llama-1b", eos_tokens: int | None 
         "max_position_embeddings": 131072, "torch_dtype": "bfloat16", "initializer_range": 0.02,
         "bos_token_id": 0, "eos_token_id": 0,
     }  # fmt: skip
-    _write(directory / "config.json", shared | SHAPES[shape])
+    quantized = {"quantization_config": dict(quantization)} if quantization else {}
+    _write(directory / "config.json", shared | SHAPES[shape] | quantized)
     # No sampling settings, because only some servers would use them.
     _write(
         directory / "generation_config.json",
