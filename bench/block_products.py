@@ -120,7 +120,7 @@ def _products(rows: int, outputs: int, inputs: int) -> dict[str, Product]:
         "row scales": lambda each: scaled_product(*each.rows, each.weight, each.row_scale, None, torch.bfloat16),
         "triton": lambda each: kernels.product_with_tile(*each.blocks, each.weight, each.scale, torch.bfloat16, tile),
     }
-    if kernels.cublas_supports(rows, outputs, inputs):
+    if rows >= 8 and kernels.cublas_supports(outputs, inputs):
         found["cublas"] = lambda each: kernels.cublas_product(*each.blocks, each.weight, each.scale, torch.bfloat16)
     if rows <= MOST_ROWS:
         found["row scales, 16 bits"] = lambda each: skinny_product(

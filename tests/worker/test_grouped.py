@@ -229,13 +229,14 @@ def test_many_rows_are_multiplied_by_slices_of_the_weights(monkeypatch, offsets,
 @needs_triton
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (4096, 4096), (4096, 28672), (14336, 4096)])
 def test_a_start_runs_each_kernel_of_a_product(inputs, outputs):
-    from services.worker.layers.triton_grouped import choose_rows, choose_tiles, row_changes
+    from services.worker.layers.triton_grouped import choose_rows, choose_tiles, most_fused_rows, row_changes
 
     with torch.device("meta"):
         weights = weights_of(GroupedLinear(inputs, outputs, bits=4))
     changes = row_changes(weights)
-    assert {9, 17, 33, 65, 129, 513} <= set(changes)
-    few, many = range(1, 17), range(17, 513)
+    most = most_fused_rows(outputs, inputs)
+    assert {9, 17, 33, most + 1} <= set(changes)
+    few, many = range(1, 17), range(17, most + 1)
     begun = {choose_rows(outputs, inputs, rows, 4) for rows in {1, *changes}.intersection(few)}
     assert begun == {choose_rows(outputs, inputs, rows, 4) for rows in few}
     begun = {choose_tiles(outputs, inputs, rows, weights) for rows in set(changes).intersection(many)}

@@ -136,7 +136,7 @@ def make_model(
     local = local_config(described, ranks, layers)
     makers = None
     if config.quantization == "checkpoint":
-        makers = [make_kept_linear(each.form, dtype) for each in layer_forms(described, ranks, layers)]
+        makers = [make_kept_linear(each.form, dtype, device) for each in layer_forms(described, ranks, layers)]
     linear = make_linear(local, dtype, device, config.quantization, ranks.tp_size)
     adds = device.type == "cuda" and config.quantization == "none" and ranks.tp_size == 1
     where = memory or device

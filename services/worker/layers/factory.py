@@ -52,18 +52,22 @@ def _make_grouped(dtype: torch.dtype, bits: int) -> LinearMaker:
     return partial(GroupedLinear, bits=bits)
 
 
-def make_kept_linear(form: Form, dtype: torch.dtype) -> LinearMaker:
-    """Return the constructor of linear layers on CUDA that keep weights as a checkpoint has them, in ``form``."""
+def make_kept_linear(form: Form, dtype: torch.dtype, device: torch.device) -> LinearMaker:
+    """Return the constructor of linear layers that keep weights as a checkpoint has them, in ``form``.
+
+    ``device`` is a GPU, or a CPU that computes a reference.
+    """
     if form.kind == "fp8":
         return partial(Fp8Linear, dtype=dtype)
     if form.kind == "fp8_blocks":
-        from services.worker.layers import triton_block_fp8  # noqa: F401  the operator; loads Triton
-
+        if device.type == "cuda":
+            from services.worker.layers import triton_block_fp8  # noqa: F401  the operator; loads Triton
         return partial(BlockFp8Linear, dtype=dtype)
     if form.kind == "dtype":
         return partial(Linear, transposed=True)
 
-    from services.worker.layers import triton_grouped  # noqa: F401  the operator; loads Triton
+    if device.type == "cuda":
+        from services.worker.layers import triton_grouped  # noqa: F401  the operator; loads Triton
 
     def grouped(inputs: int, outputs: int | Sequence[int], bias: bool) -> GroupedLinear:
         group = form.group or inputs

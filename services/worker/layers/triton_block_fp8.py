@@ -4,6 +4,7 @@ Two implementations give the same results but for rounding: a Triton kernel for 
 takes only some sizes. ``python -m bench.block_products`` compares them.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -15,11 +16,13 @@ from services.worker.layers.block_fp8 import BLOCK
 from services.worker.layers.operators import operator
 from services.worker.layers.triton_overlap import load_float_in_place
 
-# From this number of rows on, cuBLAS computes the products that it supports.
-_FEWEST_CUBLAS_ROWS = 1024
+# From this number of rows on, cuBLAS is faster, except for weights with many outputs. Measured on an H200.
+_FEWEST_CUBLAS_ROWS, _FEWEST_CUBLAS_ROWS_WIDE = 8, 65
+_WIDE = 4  # outputs for each input
 _CUBLAS_ROWS = 4  # cuBLAS needs a multiple of this number of rows, since columns of scales begin at 16 bytes
 _CUBLAS_OUTPUTS = 16  # and of outputs
 _CUBLAS_INPUTS = 512  # and of inputs, since its rows of weight scales have a multiple of four blocks
+_HOPPER = 9  # major compute capability
 _FEWEST_PROGRAMS = 120  # about the number of multiprocessors of a Hopper GPU
 _FEWEST_ROWS_FIRST = 64  # with fewer rows, the weight is the first factor, as tensor cores of Hopper need 64 rows
 
@@ -40,7 +43,7 @@ _TILES: dict[int, tuple[BlockTile, ...]] = {
     16: (BlockTile(16, 128, 4, 5), BlockTile(16, 64, 4, 6), BlockTile(16, 32, 4, 8)),
     32: (BlockTile(32, 128, 4, 5), BlockTile(32, 64, 4, 6), BlockTile(32, 32, 4, 8)),
     256: (BlockTile(64, 128, 4, 4), BlockTile(64, 64, 4, 5), BlockTile(64, 32, 4, 6)),
-    _MOST: (BlockTile(128, 128, 8, 3),),
+    _MOST: (BlockTile(128, 64, 8, 3),),
 }
 
 
@@ -113,9 +116,19 @@ def block_fp8_product(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return ``block_fp8.block_product`` for contiguous ``x [rows, inputs]`` and its ``x_scale [rows, blocks]``."""
-    if x.shape[0] >= _FEWEST_CUBLAS_ROWS and cublas_supports(x.shape[0], *weight.shape):
+    if x.shape[0] >= _fewest_cublas_rows(*weight.shape) and cublas_supports(*weight.shape) and _is_hopper(x.device):
         return cublas_product(x, x_scale, weight, weight_scale, dtype)
     return product_with_tile(x, x_scale, weight, weight_scale, dtype, choose_tile(x.shape[0], weight.shape[0]))
+
+
+def _fewest_cublas_rows(outputs: int, inputs: int) -> int:
+    return _FEWEST_CUBLAS_ROWS_WIDE if outputs > _WIDE * inputs else _FEWEST_CUBLAS_ROWS
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    """Return whether cuBLAS has products with scales of blocks for ``device``."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
 def choose_tile(rows: int, outputs: int) -> BlockTile:
@@ -134,7 +147,7 @@ def row_changes(outputs: int) -> list[int]:
     """
     last = max(most for most in _TILES if most < _MOST) + 1
     changes = [rows for rows in range(2, last + 1) if choose_tile(rows, outputs) != choose_tile(rows - 1, outputs)]
-    return [*changes, _FEWEST_CUBLAS_ROWS]
+    return sorted({*changes, _FEWEST_CUBLAS_ROWS, _FEWEST_CUBLAS_ROWS_WIDE})
 
 
 def product_with_tile(
@@ -156,18 +169,22 @@ def product_with_tile(
     return output
 
 
-def cublas_supports(rows: int, outputs: int, inputs: int) -> bool:
-    """Return whether ``cublas_product`` takes ``x [rows, inputs]`` and ``weight [outputs, inputs]``."""
-    return rows % _CUBLAS_ROWS == 0 and outputs % _CUBLAS_OUTPUTS == 0 and inputs % _CUBLAS_INPUTS == 0
+def cublas_supports(outputs: int, inputs: int) -> bool:
+    """Return whether ``cublas_product`` takes ``weight [outputs, inputs]``."""
+    return outputs % _CUBLAS_OUTPUTS == 0 and inputs % _CUBLAS_INPUTS == 0
 
 
 def cublas_product(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return ``block_fp8_product`` by cuBLAS, if ``cublas_supports`` the sizes. It needs compute capability 9.0."""
-    recipes = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    recipes, rows = (F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128), x.shape[0]
+    if rest := -rows % _CUBLAS_ROWS:
+        x = torch.cat((x, x.new_zeros((rest, x.shape[1]))))
+        x_scale = torch.cat((x_scale, x_scale.new_zeros((rest, x_scale.shape[1]))))
     # The scales of a block of columns are contiguous, and so are those of a block of weight rows.
     columns = x_scale.t().contiguous().t()
-    return F.scaled_mm(
+    product = F.scaled_mm(
         x, weight.t(), columns, recipes[0], weight_scale.t(), recipes[1], output_dtype=dtype, use_fast_accum=False
     )
+    return product[:rows]

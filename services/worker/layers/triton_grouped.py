@@ -16,9 +16,13 @@ from services.worker.layers.triton_grouped_wide import grouped_dequantize, group
 from services.worker.layers.triton_overlap import overlapping
 
 MOST_ROWS = 16  # of ``grouped_rows``
-# The largest number of rows for which dequantization is a part of the product. Not yet measured.
-MOST_FUSED_ROWS = 512
+# By the largest number of weights: the largest number of rows for which dequantization is a part of the product.
+# Measured on an H200, as the options below.
+_FUSED_ROWS = {1 << 23: 64, 1 << 24: 128}
+MOST_FUSED_ROWS = 256  # for more weights
 _SLICE_BYTES = 32 << 20  # of dequantized weights that are multiplied at once
+_FEW_ROWS = 4
+_LONG = 2  # inputs for each output
 _SMALLEST_DOT = 8  # the smallest number of rows of a product on tensor cores
 _SMALLEST_SLICE = 1024  # outputs
 _PROGRAMS = 132  # the number of SMs
@@ -93,27 +97,36 @@ class TilesOptions(NamedTuple):
 
 
 def choose_rows(outputs: int, inputs: int, rows: int, bits: int) -> RowsOptions:
-    """Return the options for ``rows`` rows. Each program reads all rows, so with more rows it has more outputs."""
+    """Return the options for ``rows`` rows."""
     if outputs > 2 * inputs:
         return RowsOptions(32, 512, 4, 4)
-    few = rows <= 4
-    return RowsOptions(16 if few else 32, 1024 if bits == 4 else 512, 8 if bits == 4 else 4, 4)
+    if bits == 4:
+        return RowsOptions(16, 1024 if inputs > 2 * outputs else 512, 4, 3)
+    return RowsOptions(16 if rows <= _FEW_ROWS else 32, 512, 4, 4)
 
 
 def choose_tiles(outputs: int, inputs: int, rows: int, weights: GroupedWeights) -> TilesOptions:
     """Return the options for ``rows`` rows. There are enough programs for all SMs, if the inputs can be split so."""
-    padded = min(256, max(16, triton.next_power_of_2(rows)))
-    scale_sums = weights.offsets is None and padded <= 64
-    block, warps = (64, 4) if padded <= 64 else (128, 8)
+    scale_sums = weights.offsets is None
+    # Sums of at most 64 rows can be scaled in registers, which is faster than to scale weights, also for more rows.
+    padded = min(64 if scale_sums and inputs <= _LONG * outputs else 256, max(16, triton.next_power_of_2(rows)))
+    scale_sums &= padded <= 64
+    small = padded <= 128
+    block, warps = (64, 4) if small else (128, 8)
     programs = triton.cdiv(rows, padded) * triton.cdiv(outputs, block)
     tiles, splits = inputs // weights.tile, 1
     # Of programs with small tiles, an SM runs two at once. More splits also write and read more sums.
-    most = (2 if padded <= 64 else 1) * _PROGRAMS
+    most = (2 if small else 1) * _PROGRAMS
     while splits < _MOST_SPLITS and programs * splits * 2 <= most and tiles >= splits * 8:
         splits *= 2
     # Three stages of 256 rows and bytes would take nearly all shared memory.
     stages = 4 if padded <= 64 else 2 if padded == 256 and weights.bits == 8 else 3
     return TilesOptions(padded, block, splits, scale_sums, warps, stages)
+
+
+def most_fused_rows(outputs: int, inputs: int) -> int:
+    """Return the largest number of rows for which dequantization is a part of the product."""
+    return next((rows for size, rows in _FUSED_ROWS.items() if outputs * inputs <= size), MOST_FUSED_ROWS)
 
 
 def row_changes(weights: GroupedWeights) -> list[int]:
@@ -126,7 +139,7 @@ def row_changes(weights: GroupedWeights) -> list[int]:
     def kernel(rows: int) -> object:
         if rows <= MOST_ROWS:
             return choose_rows(outputs, inputs, rows, weights.bits), _padded(rows)
-        return choose_tiles(outputs, inputs, rows, weights) if rows <= MOST_FUSED_ROWS else None
+        return choose_tiles(outputs, inputs, rows, weights) if rows <= most_fused_rows(outputs, inputs) else None
 
     return [rows for rows in range(2, MOST_FUSED_ROWS + 2) if kernel(rows) != kernel(rows - 1)]
 
@@ -155,7 +168,7 @@ def grouped_product(
         return out
     if rows <= MOST_ROWS:
         launch_rows(x, weights, out)
-    elif rows <= MOST_FUSED_ROWS:
+    elif rows <= most_fused_rows(*weights.shape):
         launch_tiles(x, weights, out)
     else:
         multiply_slices(x, weights, out)
