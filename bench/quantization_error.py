@@ -3,8 +3,8 @@
 
 Runs the model over the word problems and their solutions, and compares each kind with float32, and also with bfloat16.
 The kinds are bfloat16; bfloat16 with fp8 products, with keys and values rounded to fp8, and with both; float32, on
-GPUs bfloat16, with ``quantization=int8`` and ``int4``; and float32 with the weights of the layers in each format of published
-checkpoints (``bench.quantized_formats``). Figures over all tokens are the mean absolute difference of the
+GPUs bfloat16, with ``quantization=int8`` and ``int4``; and float32 with the weights of the layers in each format of
+published checkpoints (``bench.quantized_formats``). Figures over all tokens are the mean absolute difference of the
 log-probability (nats), the mean divergence of the distributions (nats), the share of tokens with the same most likely
 token, and the perplexity. On CPUs, fp8 products are computed by a float32 reference.
 

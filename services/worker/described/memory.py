@@ -193,7 +193,8 @@ def weight_bytes(model: ModelConfig, ranks: Ranks, layers: range, item: int, qua
     if first or (last and not separate):
         total += _tensor_bytes(vocabulary, item)
     if last and separate:
-        total += _tensor_bytes(vocabulary, item, quantization)
+        # The head has 8 bits with int4 too.
+        total += _tensor_bytes(vocabulary, item, "int8" if quantization == "int4" else quantization)
     return total + (_tensor_bytes((model.hidden_size,), item) if last else 0)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,8 @@ from services.worker.described.ranks import ALONE as ONE_RANK
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
 from services.worker.layers.fp8 import Quantized
+from services.worker.layers.grouped import GroupedLinear
+from services.worker.layers.integers import IntegerLinear
 from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import AnyLinear, Linear, LinearMaker
 from services.worker.layers.rotary import Rotary
@@ -261,9 +264,18 @@ class DecoderModel(RankModel):
             self.layers = cast("Sequence[DecoderLayer]", nn.ModuleList(modules))
             self.norm = _norm_weight(config) if self.last else None
             self.quantizes = any(layer.quantizes for layer in self.layers)
-            narrows = makers is None and self.layers[0].attention.qkv.narrows
+            qkv = self.layers[0].attention.qkv
+            narrows = makers is None and qkv.narrows
+            # A head of 4 bits would cost about as much precision as the layers.
+            narrow = narrows and isinstance(qkv, IntegerLinear | GroupedLinear)
             self.vocabulary = VocabularyLayers(
-                config, ranks, kernels, linear, narrows, has_embedding=self.first, has_head=self.last
+                config,
+                ranks,
+                kernels,
+                partial(type(qkv), bits=8) if narrow else linear,
+                narrows,
+                has_embedding=self.first,
+                has_head=self.last,
             )
         self.vocabulary.clear_padding()
         self.rotaries: list[Rotary] = [
