@@ -266,16 +266,12 @@ class DecoderModel(RankModel):
             self.quantizes = any(layer.quantizes for layer in self.layers)
             qkv = self.layers[0].attention.qkv
             narrows = makers is None and qkv.narrows
-            # A head of 4 bits would cost about as much precision as the layers.
-            narrow = narrows and isinstance(qkv, IntegerLinear | GroupedLinear)
+            head = linear
+            for kind in (IntegerLinear, GroupedLinear):
+                if narrows and isinstance(qkv, kind):
+                    head = partial(kind, bits=8)  # one of 4 bits would cost about as much precision as the layers
             self.vocabulary = VocabularyLayers(
-                config,
-                ranks,
-                kernels,
-                partial(type(qkv), bits=8) if narrow else linear,
-                narrows,
-                has_embedding=self.first,
-                has_head=self.last,
+                config, ranks, kernels, head, narrows, has_embedding=self.first, has_head=self.last
             )
         self.vocabulary.clear_padding()
         self.rotaries: list[Rotary] = [
