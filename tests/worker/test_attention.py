@@ -45,8 +45,9 @@ def batch_of(rows: list[tuple[int, int]], page_size: int) -> AttentionBatch:
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 64), (4, 4, 16), (8, 1, 128), (4, 2, 48)])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_fast_and_plain_attention_agree(rows, heads, kv_heads, head_dim, page_size):
-    compare_fast_and_plain(rows, heads, kv_heads, head_dim, page_size)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fast_and_plain_attention_agree(dtype, rows, heads, kv_heads, head_dim, page_size):
+    compare_fast_and_plain(rows, heads, kv_heads, head_dim, page_size, dtype=dtype)
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
@@ -77,7 +78,7 @@ def fill_pages_left_behind(cache: KvCache, batch: AttentionBatch, layers) -> Non
             cache.keys[layer][pages] = cache.values[layer][pages] = torch.nan
 
 
-def compare_fast_and_plain(rows, heads, kv_heads, head_dim, page_size, layers=()) -> None:
+def compare_fast_and_plain(rows, heads, kv_heads, head_dim, page_size, layers=(), dtype=torch.float32) -> None:
     batch = batch_of(rows, page_size)
     tokens = len(batch.positions)
     generator = torch.Generator().manual_seed(1)
@@ -85,7 +86,7 @@ def compare_fast_and_plain(rows, heads, kv_heads, head_dim, page_size, layers=()
     queries, keys, values = projected.split((heads, kv_heads, kv_heads), dim=1)
     outputs, caches = [], []
     for make in (PlainAttention, lambda cache, layers: FastCpuAttention(cache, heads, layers)):
-        cache = filled_cache(batch.page_table.size, page_size, kv_heads, head_dim)
+        cache = filled_cache(batch.page_table.size, page_size, kv_heads, head_dim, dtype)
         fill_pages_left_behind(cache, batch, layers)
         step = make(cache, layers).step(batch, lambda: None)
         outputs.append([step.run(layer, queries, keys, values) for layer in range(2)])
@@ -153,4 +154,6 @@ def test_keys_that_are_not_numbers_reach_their_own_row_only():
 
 def test_each_device_and_dtype_gets_its_backend():
     assert isinstance(make_attention(filled_cache(1, 16, 1, 16), 2), FastCpuAttention)
-    assert isinstance(make_attention(filled_cache(1, 16, 1, 16, torch.bfloat16), 2), PlainAttention)
+    narrow = filled_cache(1, 16, 1, 16, torch.bfloat16)
+    assert isinstance(make_attention(narrow, 2), PlainAttention)
+    assert isinstance(make_attention(narrow, 2, dtype=torch.float32), FastCpuAttention)

@@ -11,19 +11,24 @@ from services.worker.attention.plain import PlainAttention
 
 
 def make_attention(
-    cache: KvCache, heads: int, layers: Sequence[LayerAttention] = (), *, compiled: bool = False
+    cache: KvCache,
+    heads: int,
+    layers: Sequence[LayerAttention] = (),
+    *,
+    compiled: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
-    """Return the fastest backend that supports ``layers`` and the cache's device and dtype.
+    """Return the fastest backend that supports ``layers``, the cache's device and dtype, and queries of ``dtype``.
 
     ``layers`` has the rules of each layer of ``cache``; () means default rules. ``compiled`` is true for use with
-    torch.compile.
+    torch.compile. ``dtype``: None = that of the cache.
     """
     if compiled:
-        return TraceableAttention(make_attention(cache, heads, layers))
+        return TraceableAttention(make_attention(cache, heads, layers, dtype=dtype))
     keys = cache.keys[0]
-    if keys.device.type == "cpu" and keys.dtype == torch.float32:
-        from services.worker.attention.fast_cpu import FastCpuAttention, supports  # loads numba
+    if keys.device.type == "cpu" and (dtype or keys.dtype) == torch.float32:
+        from services.worker.attention.fast_cpu import STORAGES, FastCpuAttention, supports  # loads numba
 
-        if all(supports(layer) for layer in layers):
+        if keys.dtype in STORAGES and all(supports(layer) for layer in layers):
             return FastCpuAttention(cache, heads, layers)
     return PlainAttention(cache, layers)

@@ -1,4 +1,4 @@
-"""Attention backend for CPUs in float32, with compiled kernels, and torch for rows of many tokens."""
+"""Attention backend for CPUs with queries in float32: compiled kernels, and torch for rows of many tokens."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,12 +6,14 @@ import numpy as np
 import torch
 
 from services.worker.attention.base import AttentionBackend, AttentionBatch, AttentionStep, LayerAttention, layer_rules
-from services.worker.attention.kernels import first_tokens, kernels, score_rows
+from services.worker.attention.kernels import Storage, first_tokens, kernels, pages_of, score_rows
 from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.plain import attend_paged
 
 # Row length in tokens from which gathering the context for a matrix product is faster than reading it per token.
 LONG_ROW = 48
+# Dtypes of the cache, and what the kernels call them.
+STORAGES: dict[torch.dtype, Storage] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def supports(rules: LayerAttention) -> bool:
@@ -30,9 +32,9 @@ class FastCpuAttention(AttentionBackend):
         self.cache, self.heads, self.layers = cache, heads, layer_rules(layers, cache)
         _, self.kv_heads, _, self.head_dim = cache.keys[0].shape
         self.group = heads // self.kv_heads
-        self.kernels = kernels(self.head_dim, self.group, cache.page_size)
-        self.key_pages = [pages.numpy() for pages in cache.keys]
-        self.value_pages = [pages.numpy() for pages in cache.values]
+        self.kernels = kernels(self.head_dim, self.group, cache.page_size, STORAGES[cache.all_keys.dtype])
+        self.key_pages = [pages_of(pages) for pages in cache.keys]
+        self.value_pages = [pages_of(pages) for pages in cache.values]
 
     def step(self, batch: AttentionBatch, stored: Callable[[], object]) -> "FastCpuStep":
         return FastCpuStep(self, batch, stored)

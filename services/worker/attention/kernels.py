@@ -1,25 +1,29 @@
-"""Kernels of paged attention for CPUs in float32. They read pages in place, and each key and value once per kv head.
+"""Kernels of paged attention for CPUs. They read pages in place, and each key and value once per kv head.
 
 They are compiled for one head size, group size and page size, so that inner loops have constant bounds and vectorise.
 """
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numba
 import numpy as np
+import torch
 
+from services.worker.layers.bfloat16_cpu import narrowed, widened
 from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.prefetch_cpu import prefetch
 
 # Queries and keys are views of one projection with any strides. With one token numpy reports them as contiguous.
 _VIEW = numba.types.Array(numba.float32, 3, "A")
-_PAGES = numba.float32[:, :, :, ::1]
+Storage = Literal["float32", "bfloat16"]
+# The type of a stored key's elements. Numba has no bfloat16.
+ELEMENTS: dict[Storage, Any] = {"float32": numba.float32, "bfloat16": numba.uint16}
 _INDICES = numba.int64[::1]
 _PAGE_TABLE = numba.int32[:, ::1]
 _MATRIX = numba.float32[:, ::1]
-_LINE = 16  # float32 values in a cache line
+_LINE = 64  # bytes of a cache line
 _LOG2_E = 1.4426950408889634
 
 
@@ -31,9 +35,18 @@ class Kernels(NamedTuple):
 
 
 @cache
-def kernels(head_dim: int, group: int, page_size: int) -> Kernels:
-    """Return the kernels. ``group`` is the number of query heads per kv head, and ``page_size`` is in tokens."""
-    return Kernels(_make_store(head_dim, page_size), _make_attend(head_dim, group, page_size))
+def kernels(head_dim: int, group: int, page_size: int, storage: Storage = "float32") -> Kernels:
+    """Return the kernels for keys and values in ``storage``. Queries are in float32.
+
+    ``group`` is the number of query heads per kv head, and ``page_size`` is in tokens.
+    """
+    return Kernels(_make_store(head_dim, page_size, storage), _make_attend(head_dim, group, page_size, storage))
+
+
+def pages_of(cache: torch.Tensor) -> np.ndarray:
+    """Return ``cache`` as the kernels take it: float32, or uint16 for bfloat16."""
+    array: np.ndarray = (cache if cache.dtype == torch.float32 else cache.view(torch.uint16)).numpy()
+    return array
 
 
 def score_rows(group: int) -> int:
@@ -46,7 +59,10 @@ def first_tokens(lengths: np.ndarray, window: int | None) -> np.ndarray:
     return np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
 
 
-def _make_store(head_dim: int, page_size: int) -> Callable[..., None]:
+def _make_store(head_dim: int, page_size: int, storage: Storage) -> Callable[..., None]:
+    element = ELEMENTS[storage]
+    like = np.dtype(str(element)).type(0)
+
     def store(keys, values, key_pages, value_pages, slots, positions, page_table):
         """Store ``keys`` and ``values [tokens, kv_heads, head_dim]`` in their pages."""
         for token in range(keys.shape[0]):
@@ -54,14 +70,16 @@ def _make_store(head_dim: int, page_size: int) -> Callable[..., None]:
             offset = positions[token] % page_size
             for head in range(keys.shape[1]):
                 for i in range(head_dim):
-                    key_pages[page, head, offset, i] = keys[token, head, i]
-                    value_pages[page, head, offset, i] = values[token, head, i]
+                    key_pages[page, head, offset, i] = narrowed(keys[token, head, i], like)
+                    value_pages[page, head, offset, i] = narrowed(values[token, head, i], like)
 
-    signature = numba.void(_VIEW, _VIEW, _PAGES, _PAGES, _INDICES, _INDICES, _PAGE_TABLE)
-    return compile_function(store, signature, constants=(head_dim, page_size))
+    signature = numba.void(_VIEW, _VIEW, *(element[:, :, :, ::1],) * 2, _INDICES, _INDICES, _PAGE_TABLE)
+    return compile_function(store, signature, constants=(head_dim, page_size, element.bitwidth))
 
 
-def _make_attend(head_dim: int, group: int, page_size: int) -> Callable[..., None]:
+def _make_attend(head_dim: int, group: int, page_size: int, storage: Storage) -> Callable[..., None]:
+    element = ELEMENTS[storage]
+    line = _LINE * 8 // element.bitwidth  # elements
     # 2**f on [-0.5, 0.5], relative error below 1e-7.
     c1, c2, c3 = np.float32(0.693147182), np.float32(0.240226477), np.float32(0.0555032901)
     c4, c5, c6 = np.float32(0.00961837359), np.float32(0.00133998482), np.float32(0.000153707049)
@@ -92,13 +110,13 @@ def _make_attend(head_dim: int, group: int, page_size: int) -> Callable[..., Non
                     if done + page_size < length:
                         following = page_table[slot, done // page_size + 1]
                         for offset in range(page_size):
-                            for i in range(0, head_dim, _LINE):
+                            for i in range(0, head_dim, line):
                                 prefetch(key_pages, following, head, offset, i)
                     for offset in range(max(first - done, 0), min(page_size, length - done)):
                         for g in range(group):
                             score = np.float32(0)
                             for i in range(head_dim):
-                                score += query[g, i] * key_pages[page, head, offset, i]
+                                score += query[g, i] * widened(key_pages[page, head, offset, i])
                             scores[g, done + offset] = score
                     done += page_size
                 for g in range(group):
@@ -125,17 +143,18 @@ def _make_attend(head_dim: int, group: int, page_size: int) -> Callable[..., Non
                     if done + page_size < length:
                         following = page_table[slot, done // page_size + 1]
                         for offset in range(page_size):
-                            for i in range(0, head_dim, _LINE):
+                            for i in range(0, head_dim, line):
                                 prefetch(value_pages, following, head, offset, i)
                     for offset in range(max(first - done, 0), min(page_size, length - done)):
                         for g in range(group):
                             weight = scores[g, done + offset]
                             for i in range(head_dim):
-                                sums[g, i] += weight * value_pages[page, head, offset, i]
+                                sums[g, i] += weight * widened(value_pages[page, head, offset, i])
                     done += page_size
                 for g in range(group):
                     for i in range(head_dim):
                         output[token, (head * group + g) * head_dim + i] = sums[g, i] * inverse[g]
 
-    signature = numba.void(_VIEW, _PAGES, _PAGES, *(_INDICES,) * 4, _PAGE_TABLE, numba.float32, _MATRIX, _MATRIX)
-    return compile_function(attend, signature, constants=(head_dim, group, page_size))
+    pages = (element[:, :, :, ::1],) * 2
+    signature = numba.void(_VIEW, *pages, *(_INDICES,) * 4, _PAGE_TABLE, numba.float32, _MATRIX, _MATRIX)
+    return compile_function(attend, signature, constants=(head_dim, group, page_size, element.bitwidth))

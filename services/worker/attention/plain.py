@@ -43,8 +43,8 @@ class PlainStep(AttentionStep):
 
     def run(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         key_cache, value_cache, rules = self._cache.keys[layer], self._cache.values[layer], self._layers[layer]
-        key_cache[self._pages, :, self._offsets] = keys
-        value_cache[self._pages, :, self._offsets] = values
+        key_cache[self._pages, :, self._offsets] = keys.to(key_cache.dtype)
+        value_cache[self._pages, :, self._offsets] = values.to(value_cache.dtype)
         self._stored()
         output = queries.new_empty(queries.shape)
         for start, end, context, pages in self._rows:
@@ -70,6 +70,7 @@ def attend_paged(
     seen = slice(first % size, first % size + context - first)
     read = pages[first // size :]
     keys, values = (cache[read].transpose(0, 1).flatten(1, 2)[:, seen] for cache in (keys, values))
+    keys, values = keys.to(queries.dtype), values.to(queries.dtype)
     return attend(queries, keys, values, rules)
 
 

@@ -268,7 +268,7 @@ def make_cache(config: WorkerConfig, model: RankModel, page_count: int, arena: T
         page_size=config.page_size,
         kv_heads=local.kv_heads,
         head_dim=local.head_dim,
-        dtype=cache_dtype(config, model.dtype),
+        dtype=cache_dtype(config, model.cache_dtype),
         device=model.device,
         allocate=None if arena is None else arena.zeros,
         routed=routed_layout(local) if config.return_routed_experts else None,
@@ -299,7 +299,8 @@ def _make_cpu_runner(parts: RunnerParts, threads: ShardThreads) -> StepRunner:
     config, model, group, grammars, arena = parts
     page_count = cast(int, config.page_count)  # ``choose`` replaces ``auto`` on CPUs
     cache = make_cache(config, model, page_count, arena)
-    attention = make_attention(cache, model.local.heads, model.attention_layers(), compiled=config.torch_compile)
+    layers = model.attention_layers()
+    attention = make_attention(cache, model.local.heads, layers, compiled=config.torch_compile, dtype=model.dtype)
     fused = FusedDecoder(model, cache) if supports(model) else None
     micro_batches = _MAX_MICRO_BATCHES if model.ranks.pp_size > 1 else 1
     more: dict[str, Any] = {"max_micro_batches": micro_batches, "grammars": grammars is not None}

@@ -18,6 +18,8 @@ from services.worker.described.forms import layer_forms
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
 from services.worker.layers.factory import make_kept_linear, make_kernels, make_linear
+from services.worker.layers.linear import LinearMaker
+from services.worker.layers.pairs import PairedLinear
 from services.worker.models import reading, staging, weights
 from services.worker.models.base import ModelSource, RankModel, Staged, TensorRows
 from services.worker.models.decoder import DecoderModel
@@ -132,17 +134,35 @@ def make_model(
 
     ``memory`` is the device of the tensors, by default ``device``.
     """
-    kernels = make_kernels(device, dtype, compiled=config.torch_compile)
     local = local_config(described, ranks, layers)
     makers = None
     if config.quantization == "checkpoint":
         makers = [make_kept_linear(each.form, dtype, device) for each in layer_forms(described, ranks, layers)]
-    linear = make_linear(local, dtype, device, config.quantization, ranks.tp_size)
+    if _pairs_weights(config, local, dtype, device, ranks):
+        # Activations are in float32, for which the layers have compiled operators.
+        linear: LinearMaker = PairedLinear
+        dtype = torch.float32
+    else:
+        linear = make_linear(local, dtype, device, config.quantization, ranks.tp_size)
+    kernels = make_kernels(device, dtype, compiled=config.torch_compile)
     adds = device.type == "cuda" and config.quantization == "none" and ranks.tp_size == 1
     where = memory or device
     return DecoderModel(
         described, dtype, where, kernels, linear, makers, adds_in_product=adds, ranks=ranks, layers=layers
     )
+
+
+def _pairs_weights(
+    config: ChosenWorkerConfig, local: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks
+) -> bool:
+    """Return whether the layers are ``PairedLinear``: on a CPU, where the compiled decoder can run the model."""
+    if device.type != "cpu" or dtype != torch.bfloat16 or config.quantization != "none" or config.torch_compile:
+        return False
+    from services.worker.layers import pairs_cpu  # noqa: F401  the operator; loads numba
+    from services.worker.models.fused_cpu import supports_layers  # loads numba
+
+    even = local.hidden_size % 2 == local.intermediate_size % 2 == 0
+    return ranks.alone and even and supports_layers(local)
 
 
 def _max_context(config: WorkerConfig, model_limit: int) -> int:

@@ -10,6 +10,7 @@ from services.worker.layers.fp8 import Fp8Linear
 from services.worker.layers.grouped import GroupedLinear
 from services.worker.layers.integers import IntegerLinear
 from services.worker.layers.operators import operator
+from services.worker.layers.pairs import PairedLinear
 
 
 @operator("add_product(Tensor(a!) total, Tensor x, Tensor matrix) -> ()", lambda total, x, matrix: None)
@@ -67,6 +68,6 @@ class Linear(nn.Module):
         return targets
 
 
-AnyLinear = Linear | Fp8Linear | BlockFp8Linear | GroupedLinear | IntegerLinear
+AnyLinear = Linear | Fp8Linear | BlockFp8Linear | GroupedLinear | IntegerLinear | PairedLinear
 # Creates a linear layer from (inputs, outputs, bias).
 LinearMaker = Callable[[int, int | Sequence[int], bool], AnyLinear]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numba
 import numpy as np
@@ -13,7 +13,10 @@ from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.integers import dequantized
 from services.worker.layers.matmul_cpu import matmul
 from services.worker.layers.operators import operator
+from services.worker.layers.pairs_cpu import make_paired_product
 from services.worker.layers.vectors_cpu import COLUMNS, Storage, make_add_product, most_rows
+
+WeightStorage = Storage | Literal["bfloat16"]
 
 _MATRIX = numba.float32[:, ::1]
 # Rows from which on it is faster to convert the weight to float32 first, if registers hold the sums of one row only.
@@ -25,13 +28,16 @@ _STREAMS = 8
 
 
 @cache
-def make_product(storage: Storage) -> Callable[..., Any]:
+def make_product(storage: WeightStorage) -> Callable[..., Any]:
     """Return a function for compiled functions, ``product(x, weight, scale, output, keep)``.
 
     It computes ``output = x @ weight + keep * output`` in the calling thread. ``x [rows, inputs]`` and ``output [rows,
     outputs]`` are contiguous float32 arrays, and ``keep`` is 0 or 1. ``weight`` and ``scale`` are addresses of the
-    tensors of an ``IntegerLinear``, or ``weight`` is that of a ``Linear``'s, ``[inputs, outputs]`` float32.
+    tensors of an ``IntegerLinear``, or ``weight`` is that of a ``Linear``'s, ``[inputs, outputs]`` float32, or that of
+    a ``PairedLinear``'s for bfloat16.
     """
+    if storage == "bfloat16":
+        return make_paired_product()
     return _make_float_product() if storage == "float32" else _make_integer_product(storage)
 
 

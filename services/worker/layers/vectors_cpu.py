@@ -14,15 +14,15 @@ from numba.extending import intrinsic
 
 from services.worker.described.memory import INTEGER_PANEL
 
-Storage = Literal["float32", "bfloat16", "int8", "int4"]
+Storage = Literal["float32", "int8", "int4"]
 COLUMNS = INTEGER_PANEL  # 64
 
 _FLOAT, _INTEGER = ir.FloatType(), ir.IntType(32)
 _FLOATS, _INTEGERS = ir.VectorType(_FLOAT, COLUMNS), ir.VectorType(_INTEGER, COLUMNS)
 _BYTES, _HALVES = ir.VectorType(ir.IntType(8), COLUMNS), ir.VectorType(ir.HalfType(), COLUMNS)
-_STORED = {"float32": _FLOATS, "bfloat16": ir.VectorType(ir.IntType(16), COLUMNS), "int8": _BYTES, "int4": _BYTES}
+_STORED = {"float32": _FLOATS, "int8": _BYTES, "int4": _BYTES}
 _FAST = ("reassoc", "contract", "nsz")
-_SCALES = {"float32": 0, "bfloat16": 0, "int8": 1, "int4": 2}
+_SCALES = {"float32": 0, "int8": 1, "int4": 2}
 
 
 def most_rows() -> int:
@@ -132,9 +132,6 @@ def _floats(builder: Any, values: Any, storage: Storage) -> Any:
     """Return 64 values of ``storage`` as floats. Those of int4 are in a byte each."""
     if storage == "float32":
         return values
-    if storage == "bfloat16":  # the upper half of a float32
-        shift = ir.Constant(_INTEGERS, [16] * COLUMNS)
-        return builder.bitcast(builder.shl(builder.zext(values, _INTEGERS), shift), _FLOATS)
     if storage == "int8":
         return builder.sitofp(builder.sext(values, _INTEGERS), _FLOATS)
     return builder.uitofp(builder.zext(values, _INTEGERS), _FLOATS)

@@ -79,6 +79,11 @@ class RankModel(nn.Module, ABC):
         ignore ``keep`` and return this rank's rows of the residual stream, ``[rows, hidden_size]``.
         """
 
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Dtype of keys and values in the cache, if no flag chooses another."""
+        return self.dtype
+
     @abstractmethod
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits ``[rows, vocab_size]`` of ``hidden [rows, hidden_size]`` in the model's dtype.

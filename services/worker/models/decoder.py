@@ -21,6 +21,7 @@ from services.worker.layers.grouped import GroupedLinear
 from services.worker.layers.integers import IntegerLinear
 from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import AnyLinear, Linear, LinearMaker
+from services.worker.layers.pairs import PairedLinear
 from services.worker.layers.rotary import Rotary
 from services.worker.models.attention import Attention
 from services.worker.models.base import Compile, RankModel
@@ -282,8 +283,13 @@ class DecoderModel(RankModel):
         self.run_layer: RunLayer = DecoderLayer.forward
 
     @property
+    def cache_dtype(self) -> torch.dtype:
+        """Dtype of keys and values in the cache: that of the weights, if activations are wider."""
+        return torch.bfloat16 if isinstance(self.layers[0].attention.qkv, PairedLinear) else self.dtype
+
+    @property
     def embedding(self) -> torch.Tensor | None:
-        """Embedding ``[vocabulary rows, hidden_size]``, or None on a stage that does not need it."""
+        """Embedding ``[vocabulary rows, hidden_size]``, or None if the stage does not need it or the head has it."""
         return self.vocabulary.embedding
 
     @property

@@ -1,4 +1,4 @@
-"""All layers of the decoder as one compiled function, for decode steps on CPUs in float32, or with integer weights.
+"""All layers of the decoder as one compiled function, for decode steps on CPUs with activations in float32.
 
 A decode step of a small model runs hundreds of operators that take a few microseconds each. Called from Python, each
 operator acquires the interpreter lock again, so concurrent threads block one another. Here a thread releases the lock
@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from services.worker.attention.base import AttentionBatch
-from services.worker.attention.kernels import kernels, score_rows
+from services.worker.attention.fast_cpu import STORAGES
+from services.worker.attention.kernels import ELEMENTS, Storage, kernels, pages_of, score_rows
 from services.worker.attention.kv_cache import KvCache
 from services.worker.described.config import ModelConfig
 from services.worker.described.layer import AnyValue, LayerConfig, MlpConfig, SupportedValues, undeclared
@@ -23,13 +24,14 @@ from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.fast_cpu import FastCpuKernels, compiled
 from services.worker.layers.integers import IntegerLinear
 from services.worker.layers.linear import AnyLinear, Linear
-from services.worker.layers.products_cpu import make_product
+from services.worker.layers.pairs import PairedLinear
+from services.worker.layers.products_cpu import WeightStorage, make_product
 from services.worker.models.base import RankModel
 from services.worker.models.decoder import DecoderLayer, DecoderModel
 
 _MATRIX, _CUBE, _INDICES = numba.float32[:, ::1], numba.float32[:, :, ::1], numba.int64[::1]
-_PAGES = numba.float32[:, :, :, :, ::1]
 _NO_WINDOW = 1 << 62  # exceeds any context
+_WithAddress = Linear | IntegerLinear | PairedLinear
 # The layers that ``FusedDecoder`` computes. They may differ in their windows only.
 SUPPORTED: SupportedValues = {
     "qk_norm": ("none", "per_head"),
@@ -39,10 +41,6 @@ SUPPORTED: SupportedValues = {
     "output_bias": (False, True),
     "mlp_bias": (False, True),
 }
-_SIGNATURE = numba.void(
-    *(_MATRIX, _MATRIX, _MATRIX, _INDICES, _INDICES, _INDICES, numba.int32[:, ::1], _PAGES, _PAGES),
-    *(numba.int64[:, :, ::1], _CUBE, _CUBE, _MATRIX, _MATRIX, _MATRIX, _MATRIX, _MATRIX),
-)
 
 
 class FusedDecoder:
@@ -53,19 +51,23 @@ class FusedDecoder:
     """
 
     def __init__(self, model: DecoderModel, cache: KvCache) -> None:
-        if not supports(model) or model.embedding is None or model.norm is None:
+        if not supports(model) or model.norm is None:
             raise ValueError(
-                "the model must be in float32 with FastCpuKernels, without fp8 and on one rank, and its layers equal"
-                " with all features in SUPPORTED; use the model itself"
+                "the model must have activations in float32 with FastCpuKernels, without fp8 and on one rank, and its"
+                " layers equal with all features in SUPPORTED; use the model itself"
             )
         config = model.config
         self._model, self._norm = model, model.norm
         rules = model.attention_layers()
         linears = [_linears(layer) for layer in model.layers]
-        bits = linears[0][0].bits if isinstance(linears[0][0], IntegerLinear) else 32
-        self._forward = make_forward(config, _without_window(config.layers[0]), rules[0].scale, cache.page_size, bits)
+        layer, weights, cached = (
+            _without_window(config.layers[0]),
+            _storage(linears[0][0]),
+            STORAGES[cache.all_keys.dtype],
+        )
+        self._forward = make_forward(config, layer, rules[0].scale, cache.page_size, weights, cached)
         self._group = config.heads // config.kv_heads
-        self._keys, self._values = cache.all_keys.numpy(), cache.all_values.numpy()
+        self._keys, self._values = pages_of(cache.all_keys), pages_of(cache.all_values)
         self._weights = np.array([[_addresses(linear) for linear in four] for four in linears], np.int64)
         self._windows = np.array([_NO_WINDOW if each.window is None else each.window for each in rules])
         self.copy_vectors()
@@ -109,9 +111,17 @@ def supports(model: RankModel) -> TypeGuard[DecoderModel]:
         isinstance(model, DecoderModel)
         and model.ranks.alone
         and isinstance(model.kernels, FastCpuKernels)  # on a CPU in float32, and not compiled
-        and not any(undeclared(layer, SUPPORTED) for layer in model.local.layers)
-        and all(isinstance(each, Linear | IntegerLinear) for layer in model.layers for each in _linears(layer))
-        and len({_without_window(layer) for layer in model.local.layers}) == 1
+        and supports_layers(model.local)
+        and all(isinstance(each, _WithAddress) for layer in model.layers for each in _linears(layer))
+    )
+
+
+def supports_layers(config: ModelConfig) -> bool:
+    """Return whether ``FusedDecoder`` can run the layers of ``config``."""
+    layers = config.layers
+    return (
+        not any(undeclared(layer, SUPPORTED) for layer in layers)
+        and len({_without_window(layer) for layer in layers}) == 1
         and matmul_cpu.available()
     )
 
@@ -120,9 +130,15 @@ def _linears(layer: DecoderLayer) -> tuple[AnyLinear, AnyLinear, AnyLinear, AnyL
     return layer.attention.qkv, layer.attention.output, layer.dense_mlp.inner, layer.dense_mlp.down
 
 
+def _storage(linear: AnyLinear) -> WeightStorage:
+    if isinstance(linear, IntegerLinear):
+        return "int8" if linear.bits == 8 else "int4"
+    return "bfloat16" if isinstance(linear, PairedLinear) else "float32"
+
+
 def _addresses(linear: AnyLinear) -> tuple[int, int]:
     """Return the addresses of the weight and of its scales, which are 0 without scales."""
-    if not isinstance(linear, Linear | IntegerLinear):
+    if not isinstance(linear, _WithAddress):
         raise TypeError(f"{type(linear).__name__} has no addresses; use the model itself")
     return linear.weight.data_ptr(), linear.scale.data_ptr() if isinstance(linear, IntegerLinear) else 0
 
@@ -137,16 +153,21 @@ def _rows(tensors: Sequence[torch.Tensor | None]) -> np.ndarray:
 
 
 def make_forward(
-    config: ModelConfig, layer: LayerConfig, attention_scale: float, page_size: int, bits: int = 32
+    config: ModelConfig,
+    layer: LayerConfig,
+    attention_scale: float,
+    page_size: int,
+    weights: WeightStorage = "float32",
+    cached: Storage = "float32",
 ) -> Any:
     """Compile the layers of ``config``, all of which are ``layer`` except for their windows.
 
-    ``bits`` is the size of a weight: 32 for float32, and 8 or 4 for integers.
+    ``weights`` is the storage of weights, and ``cached`` that of keys and values.
     """
-    product = make_product({32: "float32", 8: "int8", 4: "int4"}[bits])
+    product = make_product(weights)
     heads, kv_heads, head_dim, width = config.heads, config.kv_heads, config.head_dim, config.intermediate_size
     half, eps, score_scale = head_dim // 2, np.float32(config.norm_eps), np.float32(attention_scale)
-    store, attend = kernels(head_dim, heads // kv_heads, page_size)
+    store, attend = kernels(head_dim, heads // kv_heads, page_size, cached)
     norm, gate = compiled().norm, compiled().gate
     qk_norm = layer.attention.qk_norm == "per_head"
     mlp_bias = isinstance(layer.mlp, MlpConfig) and layer.mlp.mlp_bias
@@ -208,4 +229,9 @@ def make_forward(
             if mlp_bias:
                 x += down_biases[layer]
 
-    return compile_function(forward, _SIGNATURE, keep=False)
+    pages = (ELEMENTS[cached][:, :, :, :, ::1],) * 2
+    signature = numba.void(
+        *(_MATRIX, _MATRIX, _MATRIX, _INDICES, _INDICES, _INDICES, numba.int32[:, ::1], *pages),
+        *(numba.int64[:, :, ::1], _CUBE, _CUBE, _MATRIX, _MATRIX, _MATRIX, _MATRIX, _MATRIX),
+    )
+    return compile_function(forward, signature, keep=False)

@@ -12,6 +12,7 @@ from services.worker.described.shares import vocabulary_of
 from services.worker.layers.fp8 import MultiTarget, Quantized
 from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import AnyLinear, LinearMaker
+from services.worker.layers.pairs import PairedLinear
 from services.worker.parallel.exchange import TENSOR_RANKS
 
 _EMBEDDING, _HEAD, _PADDING = "model.embed_tokens", "lm_head", "padding"
@@ -34,7 +35,10 @@ class VocabularyLayers(nn.Module):
         has_embedding: bool,
         has_head: bool,
     ) -> None:
-        """Create uninitialised weights for a stage. ``config`` describes the whole model."""
+        """Create uninitialised weights for a stage. ``config`` describes the whole model.
+
+        With ``PairedLinear``, which needs one rank, the embedding has its form, too.
+        """
         super().__init__()
         self._kernels = kernels
         self._size, self._ranks, self._tied = config.vocab_size, ranks, config.tied_embeddings
@@ -44,7 +48,13 @@ class VocabularyLayers(nn.Module):
         self._multiplier = float(torch.tensor(config.embedding_multiplier, device="cpu"))
         # A head with fewer bits is a separate copy even if it is tied, because the embedding has the model's dtype.
         separate = narrows or not config.tied_embeddings
-        self.embedding = self.head = None
+        self.embedding: nn.Parameter | None = None
+        self.head: AnyLinear | None = None
+        self._lookup: PairedLinear | None = None  # has the embeddings as its columns, in place of ``embedding``
+        if linear is PairedLinear:
+            self._lookup = PairedLinear(config.hidden_size, config.vocab_size)
+            self.head = self._lookup if self._tied else PairedLinear(config.hidden_size, config.vocab_size)
+            return
         if has_embedding or (has_head and not separate):
             rows = self._share.size + self._padding
             self.embedding = nn.Parameter(torch.empty(rows, config.hidden_size), requires_grad=False)
@@ -57,6 +67,8 @@ class VocabularyLayers(nn.Module):
 
         With several ranks, the embedding is the sum of their results. Ranks that do not have the token return zeros.
         """
+        if self._lookup is not None:
+            return self._scaled(self._lookup.columns(token_ids).float())
         if self._ranks.tp_size == 1:
             return self._scaled(F.embedding(token_ids, self.embedding))  # type: ignore[arg-type]  # set on this stage
         local = token_ids - self._share.start
@@ -89,6 +101,8 @@ class VocabularyLayers(nn.Module):
         targets: dict[str, Any] = {}
         if self.embedding is not None:
             targets[f"{_EMBEDDING}.weight"] = self.embedding[: self._share.size] if self._padding else self.embedding
+        if self._lookup is not None and not self._tied:
+            targets = {**self._lookup.targets(_EMBEDDING)}
         if self.head is None:
             return targets
         head = self._head_targets(self.head)[f"{_HEAD}.weight"]

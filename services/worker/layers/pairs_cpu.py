@@ -1,0 +1,202 @@
+"""Products with weights in bfloat16, of which instructions read two of an output at once."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import llvmlite.binding
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from services.worker.described.memory import INTEGER_PANEL as COLUMNS
+from services.worker.layers.bfloat16_cpu import narrowed
+from services.worker.layers.compiled_cpu import compile_function
+from services.worker.layers.operators import operator
+from services.worker.layers.vectors_cpu import most_rows
+
+_LANES = 16
+_VECTORS = COLUMNS // _LANES
+_PAIR = 4  # bytes
+_FLOAT, _INTEGER = ir.FloatType(), ir.IntType(32)
+_FLOATS, _INTEGERS = ir.VectorType(_FLOAT, _LANES), ir.VectorType(_INTEGER, _LANES)
+_UPPER = 0xFFFF0000
+# Rows of a panel that all rows of the input are multiplied by before the next. They stay in the first cache: 16 KiB.
+_BLOCK = 64
+_MATRIX = numba.float32[:, ::1]
+
+
+class _Bfloat16(ir.Type):  # type: ignore[misc]  # llvmlite has no types
+    """LLVM's type ``bfloat``, which llvmlite does not define."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bfloat16)
+
+    def __hash__(self) -> int:
+        return hash(_Bfloat16)
+
+
+_HALVES = ir.VectorType(_Bfloat16(), 2 * _LANES)
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether this processor has AVX-512's instruction for products of bfloat16."""
+    return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
+
+
+def _make_add_pairs(rows: int) -> Callable[..., Any]:
+    """Return a function that adds the product of ``rows`` rows and a part of a panel to an output.
+
+    Compiled functions call it with addresses and sizes, all int64, in this order: ``x``, of bfloat16 values, and the
+    distance of its rows in bytes; ``weight``, of 64 pairs a row; the number of rows of ``weight``; ``output``, of
+    float32 values, and the distance of its rows in bytes.
+    """
+    has_instruction = multiplies_bfloat16()
+
+    @intrinsic
+    def add_pairs(typing, x, x_stride, weight, count, output, output_stride):
+        signature = types.void(*[types.intp] * 6)
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            _generate(builder, rows, has_instruction, *arguments)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    function: Callable[..., Any] = add_pairs
+    return function
+
+
+def _generate(
+    builder: Any,
+    rows: int,
+    has_instruction: bool,
+    x: Any,
+    x_stride: Any,
+    weight: Any,
+    count: Any,
+    output: Any,
+    output_stride: Any,
+) -> None:
+    """Emit the instructions of ``_make_add_pairs``."""
+    zeros = ir.Constant(_FLOATS, [0.0] * _LANES)
+    totals = [[cgutils.alloca_once(builder, _FLOATS) for _ in range(_VECTORS)] for _ in range(rows)]
+    for total in (each for row in totals for each in row):
+        builder.store(zeros, total)
+    add = _add_by_instruction if has_instruction else _add_widened
+    with cgutils.for_range(builder, count) as loop:
+        start = builder.add(weight, builder.mul(loop.index, _size(COLUMNS * _PAIR)))
+        weights = [_load(builder, builder.add(start, _size(64 * index)), _INTEGERS) for index in range(_VECTORS)]
+        for row, sums in enumerate(totals):
+            place = builder.add(x, builder.mul(x_stride, _size(row)))
+            pair = _load(builder, builder.add(place, builder.mul(loop.index, _size(_PAIR))), _INTEGER)
+            add(builder, sums, pair, weights)
+    for row, sums in enumerate(totals):
+        for index, total in enumerate(sums):
+            place = builder.add(output, builder.add(builder.mul(output_stride, _size(row)), _size(64 * index)))
+            value = builder.fadd(_load(builder, place, _FLOATS), builder.load(total))
+            builder.store(value, builder.inttoptr(place, _FLOATS.as_pointer()), align=1)
+
+
+def _add_by_instruction(builder: Any, totals: list[Any], pair: Any, weights: list[Any]) -> None:
+    kind = ir.FunctionType(_FLOATS, [_FLOATS, _HALVES, _HALVES])
+    multiply = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    factor = builder.bitcast(_spread(builder, pair, _INTEGERS), _HALVES)
+    for total, each in zip(totals, weights, strict=True):
+        value = builder.call(multiply, [builder.load(total), factor, builder.bitcast(each, _HALVES)])
+        builder.store(value, total)
+
+
+def _add_widened(builder: Any, totals: list[Any], pair: Any, weights: list[Any]) -> None:
+    shift, upper = ir.Constant(_INTEGERS, [16] * _LANES), ir.Constant(_INTEGERS, [_UPPER] * _LANES)
+    first = _spread(builder, builder.bitcast(builder.shl(pair, _INTEGER(16)), _FLOAT), _FLOATS)
+    second = _spread(builder, builder.bitcast(builder.and_(pair, _INTEGER(_UPPER)), _FLOAT), _FLOATS)
+    for total, each in zip(totals, weights, strict=True):
+        value = builder.load(total)
+        for factor, bits in ((first, builder.shl(each, shift)), (second, builder.and_(each, upper))):
+            product = builder.fmul(factor, builder.bitcast(bits, _FLOATS), flags=("contract",))
+            value = builder.fadd(value, product, flags=("contract",))
+        builder.store(value, total)
+
+
+def _size(value: int) -> Any:
+    return ir.Constant(ir.IntType(64), value)
+
+
+def _load(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
+
+
+def _spread(builder: Any, value: Any, kind: Any) -> Any:
+    """Return a vector of ``value``."""
+    single = builder.insert_element(ir.Constant(kind, ir.Undefined), value, _INTEGER(0))
+    return builder.shuffle_vector(single, single, ir.Constant(_INTEGERS, [0] * _LANES))
+
+
+def make_paired_product() -> Callable[..., Any]:
+    """Return the function of ``make_product`` for the weight of a ``PairedLinear``. It does not read ``scale``."""
+    block, columns, most = most_rows(), COLUMNS, _BLOCK
+    add_block, add_row = _make_add_pairs(block), _make_add_pairs(1)
+
+    @numba.njit(nogil=True)
+    def product(x, weight, scale, output, keep):
+        rows, pairs, outputs = x.shape[0], x.shape[1] // 2, output.shape[1]
+        rounded = np.empty(x.shape, np.uint16)
+        for row in range(rows):
+            for i in range(x.shape[1]):
+                rounded[row, i] = narrowed(x[row, i], np.uint16(0))
+        if keep == 0:
+            output[:] = 0
+        rest = np.zeros((rows, columns), np.float32)  # the last panel may have fewer columns in the output
+        weight = np.int64(weight)
+        for panel in range((outputs + columns - 1) // columns):
+            whole = (panel + 1) * columns <= outputs
+            target = output.ctypes.data + panel * columns * 4 if whole else rest.ctypes.data
+            stride = outputs * 4 if whole else columns * 4
+            for first in range(0, pairs, most):
+                count = min(most, pairs - first)
+                part = weight + (panel * pairs + first) * columns * 4
+                row = 0
+                while row < rows:
+                    source = rounded.ctypes.data + (row * pairs + first) * 4
+                    if row + block <= rows:
+                        add_block(source, pairs * 4, part, count, target + row * stride, stride)
+                        row += block
+                    else:
+                        add_row(source, pairs * 4, part, count, target + row * stride, stride)
+                        row += 1
+            if not whole:
+                output[:, panel * columns :] += rest[:, : outputs - panel * columns]
+        # Numba frees an array after its last use, and an address does not count as a use.
+        return rounded.size + rest.size
+
+    function: Callable[..., Any] = product
+    return function
+
+
+@cache
+def compiled_product() -> Callable[..., None]:
+    """Return the product for arrays ``x`` and ``output`` and the address of a weight. The first call compiles it."""
+    product = make_paired_product()
+
+    def call(x, weight, output):
+        product(x, weight, 0, output, np.float32(0))
+
+    return compile_function(call, numba.void(_MATRIX, numba.int64, _MATRIX), keep=False)
+
+
+@operator(
+    "paired_product(Tensor x, Tensor weight, int width) -> Tensor",
+    lambda x, weight, width: x.new_empty(x.shape[0], width),
+)
+def _paired_product(x: torch.Tensor, weight: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the product of ``x`` float32, rounded to bfloat16, and the weight of a ``PairedLinear``, in float32."""
+    output = torch.empty(len(x), width)
+    compiled_product()(x.contiguous().numpy(), weight.data_ptr(), output.numpy())
+    return output
