@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 
@@ -29,6 +29,14 @@ class Server:
     base_url: str
     grpc_address: str
     process: subprocess.Popen
+    output: BinaryIO
+
+    @property
+    def log(self) -> str:
+        """Text that all processes of the server have written."""
+        # Not by read(), which would move the position at which the processes write.
+        number = self.output.fileno()
+        return os.pread(number, os.fstat(number).st_size, 0).decode(errors="replace")
 
     @property
     def model(self) -> str:
@@ -48,14 +56,12 @@ def serve(**flags: Any) -> Iterator[Server]:
     with tempfile.TemporaryFile() as log:
         command = [sys.executable, "-m", "services.launcher.toka", *arguments]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        server = Server(f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}", process)
+        server = Server(f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}", process, log)
         try:
             try:
                 wait_until_ready(server.base_url, process)
             except RuntimeError as error:
-                size = log.seek(0, os.SEEK_END)
-                log.seek(max(0, size - 4000))
-                raise RuntimeError(f"{error}:\n{log.read().decode(errors='replace')}") from None
+                raise RuntimeError(f"{error}:\n{server.log[-4000:]}") from None
             yield server
         finally:
             process.send_signal(signal.SIGTERM)
