@@ -50,7 +50,9 @@ def test_the_gate_with_quantisation(size, activation):
     from services.worker.layers.triton_rows import gate_quantized
 
     gate_up = random(5, 2 * size)
-    near(gate_quantized(gate_up, activation), PLAIN.gate_quantized(gate_up, activation))
+    expected = PLAIN.gate_quantized(gate_up, activation)
+    for block in (None, gate_up.shape[1] // 2):  # the size itself is no smaller block
+        near(gate_quantized(gate_up, activation, block), expected)
 
 
 @pytest.mark.parametrize("adds", [False, True])
@@ -75,7 +77,9 @@ def test_the_norm_with_quantisation(size, adds):
     delta = random(5, size, seed=2) if adds else None
     expected_x = x.clone()
     expected = PLAIN.norm_quantized(expected_x, delta, weight, 1e-5)
+    before = x.clone()
     near(norm_quantized(x, delta, weight, 1e-5), expected)
+    near(norm_quantized(before, delta, weight, 1e-5, x.shape[1]), expected)
     torch.testing.assert_close(x, expected_x)
 
 

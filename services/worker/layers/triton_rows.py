@@ -107,9 +107,9 @@ def _empty_quantized(x: torch.Tensor, size: int, block: int | None) -> tuple[tor
     return x.new_empty((rows, size), dtype=FP8), x.new_empty((blocks, rows), dtype=torch.float32).t()
 
 
-def _group(width: int, block: int | None) -> int:
-    """Return the number of columns, of a row of ``width`` columns, that share a scale."""
-    return width if block is None else min(width, block)
+def _group(size: int, width: int, block: int | None) -> int:
+    """Return how many of ``width`` columns share a scale. Those from ``size`` on are not columns of the row."""
+    return width if block is None or block >= size else block
 
 
 @operator(
@@ -141,7 +141,7 @@ def gate_quantized(
     output, scales = _empty_quantized(gate_up, size, block)
     width = triton.next_power_of_2(size)
     _gate_quantized[(gate_up.shape[0],)](
-        gate_up, output, scales, SIZE=size, BLOCK=width, ACTIVATION=activation, GROUP=_group(width, block),
+        gate_up, output, scales, SIZE=size, BLOCK=width, ACTIVATION=activation, GROUP=_group(size, width, block),
         MOST=LARGEST, LEAST=SMALLEST, num_warps=_WARPS,
     )  # fmt: skip
     return output, scales
@@ -192,7 +192,7 @@ def _quantized(
     width = triton.next_power_of_2(size)
     _norm_quantized[(x.shape[0],)](
         x, x if delta is None else delta, x if weight is None else weight, output, scales, eps, SIZE=size, BLOCK=width,
-        ADDS=delta is not None, NORMS=weight is not None, GROUP=_group(width, block), MOST=LARGEST, LEAST=SMALLEST,
+        ADDS=delta is not None, NORMS=weight is not None, GROUP=_group(size, width, block), MOST=LARGEST, LEAST=SMALLEST,
         num_warps=_WARPS,
     )  # fmt: skip
     return output, scales
