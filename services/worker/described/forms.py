@@ -98,7 +98,7 @@ def _form(scheme: Scheme) -> Form | str:
         return "columns that share a scale are not neighbours (act-order)"
     if rows not in (ALL, 1) or columns % GROUP_MULTIPLE:
         return f"groups must have a multiple of {GROUP_MULTIPLE} inputs of one output"
-    return Form("grouped", scheme.bits, columns, scheme.zeros)
+    return Form("grouped", scheme.bits, columns, scheme.zeros and not scheme.symmetric)
 
 
 def _unsupported(local: ModelConfig, form: Form, ranks: Ranks) -> str | None:

@@ -170,7 +170,7 @@ class GroupedRows:
             and scheme.bits == linear.bits
             and rows in (ALL, 1)
             and (columns or linear.inputs) % linear.group == 0
-            and (linear.offsets is not None or not scheme.zeros)
+            and (linear.offsets is not None or not scheme.zeros or scheme.symmetric)
             and (linear.order is not None or not scheme.act_order)
         )
 

@@ -33,6 +33,7 @@ class Scheme:
     bits: int  # of a value: 4 or 8
     block: tuple[int, int] | None  # None = one scale per tensor or per row, as the shape of the scales says
     zeros: bool = False  # the weight must have zeros; without them, values are around zero
+    symmetric: bool = False  # values are around zero, although the weight has zeros
     ordered: bool = False  # the weight may have the block of each column
     act_order: bool = False  # the columns of a block need not be neighbours
 

@@ -87,8 +87,7 @@ def _read_gptq(given: JsonObject) -> Iterator[SchemeRule]:
     layout = _choose(given, name, _GPTQ_FORMATS)
     scheme = Scheme("gptq_v2" if layout == "gptq_v2" else "gptq", "int", _bits(given, (4, 8)), None, zeros=True)
     # Zeros are stored with ``sym`` too, and a group of each column without ``desc_act``.
-    given.boolean("sym")
-    scheme = replace(scheme, ordered=True, act_order=given.boolean("desc_act"))
+    scheme = replace(scheme, symmetric=given.boolean("sym"), ordered=True, act_order=given.boolean("desc_act"))
     yield from _integers(given, scheme, _inside(given, inside))
 
 
@@ -149,7 +148,9 @@ def _dynamic(given: JsonObject, scheme: Scheme) -> Iterator[SchemeRule]:
         if bits != scheme.bits and (scheme.layout == "awq" or bits not in (4, 8)):
             raise refused(f"dynamic.{text[:80]}.bits", str(bits), str(scheme.bits))
         size = _group_size(changes) if "group_size" in changes.values else None
-        changed = replace(scheme, bits=bits)
+        symmetric = changes.boolean("sym", scheme.symmetric)
+        act_order = changes.boolean("desc_act", scheme.act_order)
+        changed = replace(scheme, bits=bits, symmetric=symmetric, act_order=act_order)
         yield SchemeRule((pattern,), changed if size is None else grouped(changed, size))
 
 
