@@ -9,6 +9,7 @@ from tests import quantized_files as files
 from tests.checkpoints import make_checkpoint
 from tests.cli.looking import findings, only
 
+GIB = 80  # memory of a GPU
 SETTINGS = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 
 
@@ -30,7 +31,7 @@ def test_a_checkpoint_has_its_format_and_its_bytes(quantized):
     directory, exact = quantized
     found, plain = only("weights", directory), only("weights", exact)
     assert found.level is Level.OK
-    assert "complete, gptq with INT4 in groups of 32, F32, converted to dtype when it is read" in found.text
+    assert found.text.endswith("complete, gptq with INT4 in groups of 32, F32")
     assert found.facts["bytes"] == (directory / "model.safetensors").stat().st_size < plain.facts["bytes"]
     facts = [
         [
@@ -41,6 +42,30 @@ def test_a_checkpoint_has_its_format_and_its_bytes(quantized):
         for place in quantized
     ]
     assert facts[0] == facts[1] != []
+
+
+def test_weights_that_stay_quantized_take_fewer_bytes(quantized):
+    directory, exact = quantized
+    chosen = only("quantization", directory, GIB)
+    assert chosen.text == "quantization=checkpoint: weights stay INT4 in groups of 32"
+    assert "quantization=checkpoint" in only("settings", directory, GIB).text
+    sizes = [
+        only("memory", place, GIB, **flags).facts["weights_bytes"]
+        for place, flags in ((directory, {}), (directory, {"quantization": "none"}), (exact, {}))
+    ]
+    assert sizes[0] < sizes[1] == sizes[2]
+    assert only("quantization", directory, device="cpu").text.endswith("are converted to dtype on CPUs")
+    assert findings("quantization", exact, device="cpu") == []
+
+
+def test_weights_that_cannot_stay_quantized_are_refused(quantized):
+    directory, exact = quantized
+    flags = {"device": "cpu", "quantization": "checkpoint"}
+    found, plain = only("flags", directory, **flags), only("flags", exact, **flags)
+    assert found.level is plain.level is Level.FAIL
+    assert found.text.startswith("flag quantization=checkpoint: the checkpoint's weights (INT4 in groups of 32) are")
+    assert plain.text == "flag quantization=checkpoint: the checkpoint has no quantization_config for layers"
+    assert found.fix == plain.fix == "use quantization=auto or none"
 
 
 def test_a_part_that_is_missing_is_named(directory):

@@ -210,7 +210,10 @@ def test_the_cache_has_whole_pages_or_as_many_as_fit(text, pages):
         ("kv_cache_num_tokens=(2 ** 41)", "expected 1 to 1099511627776, or auto"),
         ("load_format=pt", "flag load_format='pt': input should be 'safetensors' or 'dummy'"),
         ("kv_cache_dtype=bfloat16", "flag kv_cache_dtype='bfloat16': input should be 'auto' or 'fp8'"),
-        ("quantization=int2", "flag quantization='int2': input should be 'none', 'fp8', 'int8' or 'int4'"),
+        (
+            "quantization=int2",
+            "flag quantization='int2': input should be 'auto', 'none', 'checkpoint', 'fp8', 'int8' or 'int4'",
+        ),
         ("cudagraph_max_size=4", "flag cudagraph_max_size='4': expected 8 to 8192, or auto"),
         ("compile_cache_dir=", "flag compile_cache_dir=''.*at least 1"),
     ],

@@ -8,8 +8,16 @@ from hypothesis import strategies as st
 
 from bench.model import SHAPES
 from services.common.config import ChosenWorkerConfig, WorkerConfig
+from services.common.errors import InvalidRequest
 from services.common.flags import build
-from services.worker.described.choices import NAMES, Device, FlagChoice, agree, choose
+from services.worker.described.choices import (
+    NAMES,
+    Device,
+    FlagChoice,
+    agree,
+    choose,
+    refuse_impossible_quantization,
+)
 from services.worker.described.config import ModelConfig
 from services.worker.described.memory import footprint
 from services.worker.described.ranks import Ranks
@@ -163,3 +171,76 @@ def test_replicas_on_a_cpu_share_half_of_the_free_memory():
     alone, _ = choices(cpu(16))
     one_of_two, _ = choices(cpu(16), dp_size="2")
     assert 2 * one_of_two.kv_cache_num_tokens <= alone.kv_cache_num_tokens
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+BLOCKS = FP8 | {"weight_block_size": [128, 128]}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+
+
+def quantized(settings: dict[str, Any] | None, device: Device, **flags: Any) -> tuple[str, str]:
+    """Return the value of ``quantization`` and the reason for a Llama 8B with these settings of its weights."""
+    shared = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "max_position_embeddings": CONTEXT}
+    model = read_model_config(shared | SHAPES["llama-8b"] | {"quantization_config": settings})
+    config = build(WorkerConfig, flags)
+    ranks = Ranks(0, config.tp_size)
+    refuse_impossible_quantization(config, device, model, ranks)
+    chosen, made = choose(config, device, model, ranks, range(len(model.layers)))
+    [found] = [each for each in made if each.name == "quantization"]
+    assert chosen.quantization == found.value
+    return found.value, found.reason
+
+
+AMPERE = gpu(80, 80, capability=(8, 0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "flags", "value", "reason"),
+    [
+        (None, gpu(139), {}, "none", "the checkpoint has no quantization_config for layers"),
+        (None, cpu(20), {}, "none", "the checkpoint has no quantization_config for layers"),
+        (FP8, gpu(139), {}, "checkpoint", "weights stay FP8"),
+        (BLOCKS, gpu(139), {}, "checkpoint", "weights stay FP8 in blocks of 128 x 128"),
+        (BLOCKS, gpu(139), {"tp_size": "2"}, "checkpoint", "weights stay FP8 in blocks of 128 x 128"),
+        (AWQ, gpu(139), {}, "checkpoint", "weights stay INT4 in groups of 128"),
+        (AWQ, gpu(139), {"dtype": "float16"}, "checkpoint", "weights stay INT4 in groups of 128"),
+        (AWQ, AMPERE, {}, "checkpoint", "weights stay INT4 in groups of 128"),
+        (AWQ, cpu(20), {}, "none", "(INT4 in groups of 128) are converted to dtype on CPUs"),
+        (AWQ, gpu(139), {"dtype": "float32"}, "none", "to dtype: with dtype=float32 there is no product for them"),
+        (FP8, gpu(139), {"dtype": "float16"}, "none", "to dtype: with dtype=float16 there is no product for them"),
+        (BLOCKS, AMPERE, {}, "none", "to dtype: a GPU has no products in fp8 with scales of rows"),
+        (AWQ | {"group_size": 16}, gpu(139), {}, "none", "groups must have a multiple of 32 inputs of one output"),
+    ],
+)
+def test_weights_stay_quantized_where_there_is_a_product_for_them(settings, device, flags, value, reason):
+    found, why = quantized(settings, device, **flags)
+    assert found == value
+    assert why.endswith(reason)
+    if value == "checkpoint":
+        assert quantized(settings, device, quantization="checkpoint", **flags) == ("checkpoint", "set by you")
+    else:
+        with pytest.raises(
+            InvalidRequest, match="^flag quantization=checkpoint: .*; use quantization=auto or none$"
+        ) as caught:
+            quantized(settings, device, quantization="checkpoint", **flags)
+        assert caught.value.field == "quantization"
+        assert reason in caught.value.message
+
+
+def test_layers_that_are_converted_are_counted_with_the_reason():
+    skipped = AWQ | {"modules_to_not_convert": ["model.layers.3"]}
+    value, reason = quantized(skipped, gpu(139))
+    assert value == "checkpoint"
+    assert reason == (
+        "weights stay INT4 in groups of 128, except in 1 of 32 layers: the checkpoint does not quantize them"
+    )
+
+
+def test_weights_that_stay_quantized_leave_a_larger_cache():
+    def sequences(quantization: str) -> int:
+        shared = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "max_position_embeddings": CONTEXT}
+        model = read_model_config(shared | SHAPES["llama-8b"] | {"quantization_config": AWQ})
+        config = build(WorkerConfig, {"quantization": quantization})
+        return choose(config, gpu(24, 24), model, Ranks(), range(32))[0].max_seqs_per_forward
+
+    assert sequences("auto") == sequences("checkpoint") > sequences("none")

@@ -244,12 +244,20 @@ def test_code_of_transformers_that_cannot_run_is_refused_before_weights_are_read
         started(tmp_path, model_impl="transformers")
 
 
-@pytest.mark.parametrize(("flag", "value"), [("tp_size", 2), ("pp_size", 2), ("quantization", "fp8")])
+@pytest.mark.parametrize(
+    ("flag", "value"), [("tp_size", 2), ("pp_size", 2), ("quantization", "fp8"), ("quantization", "checkpoint")]
+)
 def test_flags_that_it_does_not_support_are_refused(flag, value):
     with pytest.raises(InvalidRequest, match=f"flag {flag}=.*ArceeForCausalLM runs through transformers") as caught:
         choose_implementation(OTHER, WorkerConfig(**{flag: value}))
     assert caught.value.field == flag
     choose_implementation(LLAMA, WorkerConfig(**{flag: value}))
+
+
+@pytest.mark.parametrize("quantization", ["auto", "none"])
+def test_weights_in_dtype_are_supported(quantization):
+    described, _ = choose_implementation(OTHER, WorkerConfig(quantization=quantization))
+    assert described.foreign == "ArceeForCausalLM"
 
 
 @pytest.mark.parametrize(

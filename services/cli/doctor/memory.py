@@ -5,12 +5,19 @@ It uses the worker's own rules. The memory of a step is an estimate, which the w
 
 from collections.abc import Iterator
 
-from services.cli.doctor.findings import Finding, amount, fail, ok, warn
+from services.cli.doctor.findings import Finding, amount, fail, from_error, ok, warn
 from services.cli.doctor.machine import Machine
 from services.cli.doctor.model import ModelShape
 from services.common.config import WorkerConfig
+from services.common.errors import InvalidRequest
 from services.common.host.resources import available_memory
-from services.worker.described.choices import H200_MULTIPROCESSORS, Device, FlagChoice, choose
+from services.worker.described.choices import (
+    H200_MULTIPROCESSORS,
+    Device,
+    FlagChoice,
+    choose,
+    refuse_impossible_quantization,
+)
 from services.worker.described.memory import BFLOAT16, FLOAT32, Footprint, footprint, margin, page_bytes, weight_bytes
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
@@ -23,7 +30,18 @@ _STEP_MARGIN = 1.5  # factor of the estimate of a step's memory, to be safe
 def check_memory(machine: Machine, shape: ModelShape) -> Iterator[Finding]:
     """Yield the settings that the workers would choose, and the room on the rank with the least memory."""
     if not machine.on_cuda or machine.gpus:  # sizes of MIG instances are unknown
-        yield ok("settings", ", ".join(f"{each.name}={each.value}" for each in choices(machine, shape)))
+        try:
+            ranks, _ = next(_ranks(machine, shape))
+            worker = machine.config.part(WorkerConfig)
+            refuse_impossible_quantization(worker, _device(machine), shape.described, ranks)
+        except InvalidRequest as error:
+            yield from_error("flags", error.message)
+            return
+        found = choices(machine, shape)
+        yield ok("settings", ", ".join(f"{each.name}={each.value}" for each in found))
+        if shape.described.quantization is not None:
+            chosen = next(each for each in found if each.name == "quantization")
+            yield ok("quantization", f"quantization={chosen.value}: {chosen.reason}")
     if not machine.on_cuda:
         yield from _on_cpu(machine, shape)
     elif machine.workers <= len(machine.gpus):
@@ -138,10 +156,11 @@ def _on_cpu(machine: Machine, shape: ModelShape) -> Iterator[Finding]:
     requested = config.kv_cache_num_tokens
     if requested == "auto":
         requested = int(next(each.value for each in choices(machine, shape) if each.name == "kv_cache_num_tokens"))
+    quantization = next(each.value for each in choices(machine, shape) if each.name == "quantization")
     weights = cache = 0
     for ranks, layers in _ranks(machine, shape):
         local = local_config(shape.described, ranks, layers)
-        weights += weight_bytes(shape.described, ranks, layers, item, config.quantization)
+        weights += weight_bytes(shape.described, ranks, layers, item, quantization)
         page = page_bytes(local, config.page_size, item, routed=config.return_routed_experts)
         cache += page * (requested // config.page_size)
     weights, cache, free = weights * config.dp_size, cache * config.dp_size, available_memory()

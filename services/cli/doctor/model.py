@@ -220,7 +220,7 @@ def check_weights(config: DeploymentConfig, directory: Path, described: ModelCon
     if is_gguf(directory):
         formats = f"GGUF with {formats}, converted to dtype when it is read"
     elif quantization is not None:
-        formats = f"{quantization.method} with {formats}, converted to dtype when it is read"
+        formats = f"{quantization.method} with {formats}"
     yield ok(
         "weights", f"{len(shards)} file{'s' * (len(shards) != 1)}, {amount(size)}, complete, {formats}", bytes=size
     )

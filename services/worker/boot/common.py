@@ -34,7 +34,14 @@ from services.worker.boot.precompile.job import GpuTarget, Job
 from services.worker.boot.progress import BootProgress
 from services.worker.boot.rehearsal import PLAIN, decodes, every_feature, mixed
 from services.worker.boot.sources import open_model
-from services.worker.described.choices import NAMES, Device, FlagChoice, agree, choose
+from services.worker.described.choices import (
+    NAMES,
+    Device,
+    FlagChoice,
+    agree,
+    choose,
+    refuse_impossible_quantization,
+)
 from services.worker.described.heads import laid_out
 from services.worker.described.memory import rotation_bytes, routed_layout, weight_bytes
 from services.worker.described.ranks import ALONE, Ranks
@@ -64,7 +71,7 @@ from services.worker.sampling.grammars import SlotGrammars, load_grammars
 _MAX_MICRO_BATCHES = 128
 # Flags that must be equal on all workers of a replica, since they run the same plans.
 _SHARED_FLAGS = (
-    *("model", "tp_size", "pp_size", "pp_layers", "dp_rank", "dtype", "load_format", "quantization", "expert_parallel"),
+    *("model", "tp_size", "pp_size", "pp_layers", "dp_rank", "dtype", "load_format", "expert_parallel"),
     "return_routed_experts",
     *("kv_cache_dtype", "page_size", "max_context_tokens", "piecewise_cudagraph_max_tokens", "async_tp_threshold"),
     *NAMES,
@@ -151,6 +158,7 @@ def boot(
             if on_lost is not None:
                 group.watch(on_lost)
         facts = _facts(device, group)
+        refuse_impossible_quantization(config, facts, described, ranks)
         chosen, choices = choose(config, facts, described, ranks, layers)
         if group is not None:
             chosen, choices = agree(chosen, choices, group.least)
@@ -160,7 +168,7 @@ def boot(
                 " are free); use a smaller model, dtype=bfloat16, or end other programs",
                 field="model",
             )
-        needed = weight_bytes(described, ranks, layers, dtype.itemsize, config.quantization)
+        needed = weight_bytes(described, ranks, layers, dtype.itemsize, chosen.quantization)
         refuse_too_large_weights(config.model, needed + rotation_bytes(described), facts.total)
         if compiler is not None and device.type == "cuda" and not (chosen.torch_compile or described.foreign):
             installed = flashinfer_spans.installed(described.head_dim, cache_dtype(chosen, dtype))

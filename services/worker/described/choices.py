@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from services.common.config import ChosenWorkerConfig, WorkerConfig
+from services.common.errors import InvalidRequest
 from services.common.flags import as_text
 from services.worker.described.checkpoint import active_parameters
 from services.worker.described.config import ModelConfig
@@ -272,22 +273,35 @@ def choose_quantization(config: WorkerConfig, device: Device, model: ModelConfig
     forms = layer_forms(model, ranks, range(len(model.layers)))
     found = next((each for each in forms if each.scheme is not None), None)
     if found is None:
-        return "none", "the checkpoint is not quantized"
-    converted = f"its weights ({found.scheme}) are converted to dtype"
+        return "none", "the checkpoint has no quantization_config for layers"
+    converted = f"the checkpoint's weights ({found.scheme}) are converted to dtype"
     if device.kind == "cpu":
-        return "none", f"{converted} on CPUs; int8 and int4 read fewer bytes"
+        return "none", f"{converted} on CPUs"
     kept = [each for each in forms if each.form != IN_DTYPE]
     if not kept:
         return "none", f"{converted}: {found.reason}"
-    if config.dtype not in ("auto", "bfloat16") and (config.dtype == "float32" or kept[0].form.kind != "grouped"):
+    in_fp8 = any(each.form.kind != "grouped" for each in kept)
+    if config.dtype == "float32" or (config.dtype == "float16" and in_fp8):
         return "none", f"{converted}: with dtype={config.dtype} there is no product for them"
-    if kept[0].form.kind != "grouped" and device.capability < ROW_WISE_PRODUCTS:
+    if in_fp8 and device.capability < ROW_WISE_PRODUCTS:
         return "none", f"{converted}: {device.name} has no products in fp8 with scales of rows"
-    if len(kept) < len(forms):
-        other = next(each for each in forms if each.form == IN_DTYPE)
-        reason = other.reason or "they are not quantized"
-        return "checkpoint", f"its weights stay {kept[0].scheme}, except in {len(forms) - len(kept)} layers: {reason}"
-    return "checkpoint", f"its weights stay {kept[0].scheme}"
+    stay = f"weights stay {' and '.join(dict.fromkeys(str(each.scheme) for each in kept))}"
+    if len(kept) == len(forms):
+        return "checkpoint", stay
+    other = next(each for each in forms if each.form == IN_DTYPE)
+    reason = other.reason or "the checkpoint does not quantize them"
+    return "checkpoint", f"{stay}, except in {len(forms) - len(kept)} of {len(forms)} layers: {reason}"
+
+
+def refuse_impossible_quantization(config: WorkerConfig, device: Device, model: ModelConfig, ranks: Ranks) -> None:
+    """Raise ``InvalidRequest`` if the flag ``quantization`` is ``checkpoint`` and no weights can stay quantized."""
+    if config.quantization != "checkpoint":
+        return
+    value, reason = choose_quantization(config, device, model, ranks)
+    if value != "checkpoint":
+        raise InvalidRequest(
+            f"flag quantization=checkpoint: {reason}; use quantization=auto or none", field="quantization"
+        )
 
 
 def _power_of_two(value: float) -> int:

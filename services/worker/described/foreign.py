@@ -175,7 +175,7 @@ def _refuse_settings(raw: Mapping[str, Any], name: str) -> None:
 def _refuse_flags(config: WorkerConfig, name: str) -> None:
     for flag, supported in (("tp_size", 1), ("pp_size", 1), ("quantization", "none")):
         value = getattr(config, flag)
-        if value != supported:
+        if value not in (supported, "auto"):
             raise InvalidRequest(
                 f"flag {flag}={value}: {name} runs through transformers, which supports {flag}={supported} only;"
                 f" use {flag}={supported}, or a model of {', '.join(ARCHITECTURES)}",

@@ -21,7 +21,7 @@ _MATRIX = 2  # dimensions
 
 
 class Form(NamedTuple):
-    """How the matrices of a layer are stored: in the model's dtype, or quantized as the checkpoint has them."""
+    """The format of the matrices of a layer: the model's dtype, or quantized as the checkpoint has them."""
 
     kind: Literal["dtype", "fp8", "fp8_blocks", "grouped"]
     bits: int = 0  # of a value, if ``grouped``
@@ -44,37 +44,45 @@ def layer_forms(model: ModelConfig, ranks: Ranks, layers: range) -> list[LayerFo
     """Return the form of each of ``layers`` of the whole model ``model`` on one of ``ranks``."""
     if model.quantization is None:
         return [LayerForm(IN_DTYPE)] * len(layers)
-    schemes = _schemes(model)
-    return [_layer_form(model, ranks, index, schemes[index]) for index in layers]
+    matrices = _stored_matrices(model)
+    return [_layer_form(model, ranks, index, matrices[index]) for index in layers]
 
 
-def _schemes(model: ModelConfig) -> list[set[Scheme | None]]:
-    """Return the schemes of the matrices of each layer. A matrix that the checkpoint stores with others has None."""
+class _Stored(NamedTuple):
+    """The form in which a checkpoint has a matrix."""
+
+    scheme: Scheme | None  # None = it is not quantized
+    alone: bool  # it is a tensor of its own, as the model has it
+
+
+def _stored_matrices(model: ModelConfig) -> list[list[_Stored]]:
+    """Return the different forms of the matrices of each layer in the checkpoint, in the order of their names."""
     assert model.quantization is not None
-    found: list[set[Scheme | None]] = [set() for _ in model.layers]
+    found: list[dict[_Stored, None]] = [{} for _ in model.layers]
     for name, stored in checkpoint_tensors(model).items():
-        module, _, kind = name.rpartition(".")
         for part in stored.parts:
             own = part.name.split(".")
             if own[:2] != ["model", "layers"] or own[-1] != "weight" or not own[-2].endswith("_proj"):
                 continue
-            whole = stored.parts == (Part(part.name),) and kind == "weight"
-            found[int(own[2])].add(model.quantization.scheme_of(module) if whole else None)
-    return found
+            scheme = model.quantization.scheme_of(name.removesuffix(".weight"))
+            found[int(own[2])][_Stored(scheme, stored.parts == (Part(part.name),))] = None
+    return [list(each) for each in found]
 
 
-def _layer_form(model: ModelConfig, ranks: Ranks, index: int, schemes: set[Scheme | None]) -> LayerForm:
-    named = next((each for each in schemes if each is not None), None)
+def _layer_form(model: ModelConfig, ranks: Ranks, index: int, matrices: list[_Stored]) -> LayerForm:
+    named = next((each.scheme for each in matrices if each.scheme is not None), None)
     if named is None:
         return LayerForm(IN_DTYPE)
-    if len(schemes) > 1:
-        return LayerForm(IN_DTYPE, named, "not all matrices of a layer are quantized alike")
-    plain = list(range(model.head_dim))
-    if query_order(model) != plain or value_order(model) != plain or model.residual_multiplier != 1:
-        return LayerForm(IN_DTYPE, named, "the values of this architecture are changed when they are read")
     form = _form(named)
     if isinstance(form, str):
         return LayerForm(IN_DTYPE, named, form)
+    if len({each.scheme for each in matrices}) > 1:
+        return LayerForm(IN_DTYPE, named, "not all matrices of a layer are quantized alike")
+    if not all(each.alone for each in matrices):
+        return LayerForm(IN_DTYPE, named, "the checkpoint has several matrices in one tensor")
+    plain = list(range(model.head_dim))
+    if query_order(model) != plain or value_order(model) != plain or model.residual_multiplier != 1:
+        return LayerForm(IN_DTYPE, named, "the values of this architecture are changed when they are read")
     if isinstance(model.layers[index].mlp, ExpertsConfig) and form.kind == "grouped":
         return LayerForm(IN_DTYPE, named, "experts of integers have no product")
     local = local_config(model, ranks, range(index, index + 1))

@@ -61,7 +61,7 @@ class QuantizedSlice:
 
     @property
     def scheme(self) -> Scheme:
-        """How the tensor is quantized."""
+        """The scheme by which the tensor is quantized."""
         return self._tensor.scheme
 
     def get_shape(self) -> list[int]:
