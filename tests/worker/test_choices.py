@@ -220,7 +220,7 @@ def test_weights_stay_quantized_where_there_is_a_product_for_them(settings, devi
         assert quantized(settings, device, quantization="checkpoint", **flags) == ("checkpoint", "set by you")
     else:
         with pytest.raises(
-            InvalidRequest, match="^flag quantization=checkpoint: .*; use quantization=auto or none$"
+            InvalidRequest, match=r"^flag quantization=checkpoint: .*; use quantization=auto or none$"
         ) as caught:
             quantized(settings, device, quantization="checkpoint", **flags)
         assert caught.value.field == "quantization"

@@ -78,6 +78,15 @@ def test_dropped_weights_are_read_again(models, kind, flags):
     check_weights_are_read_again(booted)
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_weights_that_cannot_stay_quantized_are_refused_at_the_start(models, place):
+    """On a CPU, and where the checkpoint is not quantized."""
+    reason = ("the checkpoint's weights .* are converted to dtype on CPUs", "the checkpoint has no quantization_config")
+    with pytest.raises(InvalidRequest, match=f"flag quantization=checkpoint: {reason[place]}") as caught:
+        boot(WorkerConfig(model=str(models["gptq"][place]), quantization="checkpoint", **FLAGS))
+    assert caught.value.field == "quantization"
+
+
 HOSTILE = {
     "model.layers.0.mlp.up_proj.g_idx": (lambda part: part.fill_(9), "has the groups 9 to 9 in its order of columns"),
     "model.layers.1.mlp.up_proj.g_idx": (lambda part: part.sub_(2), "has the groups -2 to 1"),
