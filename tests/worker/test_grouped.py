@@ -120,7 +120,7 @@ def test_a_symmetric_weight_needs_no_offsets():
     target = linear.targets("a")["a.weight"]
     target.copy_quantized(quantized(codes, scales, torch.full((4, 1), 8)))
     assert torch.equal(linear.dequantized(), (codes.float() - 8) * scales)
-    with pytest.raises(ValueError, match="create it with offsets=True"):
+    with pytest.raises(ValueError, match="its settings say that it has none"):
         target.copy_quantized(quantized(codes, scales, torch.full((4, 1), 7)))
 
 

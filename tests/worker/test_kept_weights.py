@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common.errors import InvalidRequest
 from services.common.model.json_object import read_json
 from services.common.model.quantized.scheme import ALL, Scheme
 from services.worker.described.config import ModelConfig
@@ -63,9 +64,9 @@ CASES: dict[str, tuple[Case, Form]] = {
     "fp8-blocks": (Case(files.fp8(128, 128), BLOCKS, "qwen3"), Form("fp8_blocks")),
     "fp8-blocks-experts": (Case(files.fp8(128, 128), BLOCKS, "qwen3_moe", MOE), Form("fp8_blocks")),
     "gptq-32": (Case(files.gptq(32), gptq(32, sym=False)), Form("grouped", 4, 32, True)),
-    "gptq-128": (Case(files.gptq(128, symmetric=True), gptq(128), "qwen2"), Form("grouped", 4, 128, True)),
-    "gptq-rows": (Case(files.gptq(-1), gptq(-1)), Form("grouped", 4, ALL, True)),
-    "gptq-8-bits": (Case(files.gptq(32, bits=8), gptq(32, bits=8)), Form("grouped", 8, 32, True)),
+    "gptq-128": (Case(files.gptq(128, symmetric=True), gptq(128), "qwen2"), Form("grouped", 4, 128)),
+    "gptq-rows": (Case(files.gptq(-1), gptq(-1, sym=False)), Form("grouped", 4, ALL, True)),
+    "gptq-8-bits": (Case(files.gptq(32, bits=8), gptq(32, bits=8, sym=False)), Form("grouped", 8, 32, True)),
     "awq-128": (Case(files.awq(128), awq(128), "qwen2"), Form("grouped", 4, 128, True)),
     "int4-groups": (
         Case(files.pack_quantized(32), compressed("pack-quantized", INT4), "qwen3"),
@@ -255,9 +256,15 @@ def test_weights_without_a_product_are_converted_with_the_reason(name, checkpoin
     assert reason.endswith(expected)
 
 
+def test_zero_points_are_refused_if_the_settings_say_that_there_are_none(directories):
+    directory, _ = directories(Case(files.gptq(32), gptq(32)))
+    with pytest.raises(InvalidRequest, match=r"cannot stay quantized: it has zero points, .*; use quantization=none"):
+        loaded(directory)
+
+
 def test_shares_that_cut_groups_are_converted(checkpoint):
     config = described(checkpoint, gptq(128), intermediate_size=384)
-    assert reasons(config) == {(Form("grouped", 4, 128, True), "")}
+    assert reasons(config) == {(Form("grouped", 4, 128), "")}
     [(form, reason)] = reasons(config, Ranks(0, 2))
     assert form == IN_DTYPE
     assert reason == "a share of mlp.down_proj.weight has 192 inputs, not a multiple of 128"

@@ -221,7 +221,7 @@ class GroupedRows:
         if linear.offsets is not None:
             linear.offsets[:, place] = 0 if offsets is None else offsets.t()
         elif offsets is not None and bool((offsets != 0).any()):
-            raise ValueError("the weight has zero points, and the layer no offsets; create it with offsets=True")
+            raise ValueError("it has zero points, and its settings say that it has none")
 
     def _ordered(self, columns: torch.Tensor) -> torch.Tensor:
         """Return the inputs sorted by their group, and store them in the layer."""

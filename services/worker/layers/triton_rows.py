@@ -192,7 +192,7 @@ def _quantized(
     width = triton.next_power_of_2(size)
     _norm_quantized[(x.shape[0],)](
         x, x if delta is None else delta, x if weight is None else weight, output, scales, eps, SIZE=size, BLOCK=width,
-        ADDS=delta is not None, NORMS=weight is not None, GROUP=_group(size, width, block), MOST=LARGEST, LEAST=SMALLEST,
-        num_warps=_WARPS,
+        ADDS=delta is not None, NORMS=weight is not None, GROUP=_group(size, width, block), MOST=LARGEST,
+        LEAST=SMALLEST, num_warps=_WARPS,
     )  # fmt: skip
     return output, scales
