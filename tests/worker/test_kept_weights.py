@@ -13,7 +13,7 @@ from services.common.errors import InvalidRequest
 from services.common.model.json_object import read_json
 from services.common.model.quantized.scheme import ALL, Scheme
 from services.worker.described.config import ModelConfig
-from services.worker.described.forms import IN_DTYPE, Form, LayerForm, layer_forms
+from services.worker.described.forms import IN_DTYPE, LayerForm, WeightForm, layer_forms
 from services.worker.described.heads import laid_out
 from services.worker.described.memory import FLOAT32, weight_bytes
 from services.worker.described.ranks import Ranks
@@ -54,25 +54,25 @@ SIZES = {
 }
 MOE = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
 BLOCKS = FP8 | {"weight_block_size": [128, 128]}
-CASES: dict[str, tuple[Case, Form]] = {
-    "fp8-tensor": (Case(files.fp8(0, 0, name=".weight_scale", shape=()), FP8), Form("fp8")),
-    "fp8-row": (Case(files.fp8(1, 0, **ROW), compressed("float-quantized", FLOAT), "qwen2"), Form("fp8")),
+CASES: dict[str, tuple[Case, WeightForm]] = {
+    "fp8-tensor": (Case(files.fp8(0, 0, name=".weight_scale", shape=()), FP8), WeightForm("fp8")),
+    "fp8-row": (Case(files.fp8(1, 0, **ROW), compressed("float-quantized", FLOAT), "qwen2"), WeightForm("fp8")),
     "fp8-row-experts": (
         Case(files.fp8(1, 0, **ROW), compressed("float-quantized", FLOAT), "qwen3_moe", MOE),
-        Form("fp8"),
+        WeightForm("fp8"),
     ),
-    "fp8-blocks": (Case(files.fp8(128, 128), BLOCKS, "qwen3"), Form("fp8_blocks")),
-    "fp8-blocks-experts": (Case(files.fp8(128, 128), BLOCKS, "qwen3_moe", MOE), Form("fp8_blocks")),
-    "gptq-32": (Case(files.gptq(32), gptq(32, sym=False)), Form("grouped", 4, 32, True)),
-    "gptq-128": (Case(files.gptq(128, symmetric=True), gptq(128), "qwen2"), Form("grouped", 4, 128)),
-    "gptq-rows": (Case(files.gptq(-1), gptq(-1, sym=False)), Form("grouped", 4, ALL, True)),
-    "gptq-8-bits": (Case(files.gptq(32, bits=8), gptq(32, bits=8, sym=False)), Form("grouped", 8, 32, True)),
-    "awq-128": (Case(files.awq(128), awq(128), "qwen2"), Form("grouped", 4, 128, True)),
+    "fp8-blocks": (Case(files.fp8(128, 128), BLOCKS, "qwen3"), WeightForm("fp8_blocks")),
+    "fp8-blocks-experts": (Case(files.fp8(128, 128), BLOCKS, "qwen3_moe", MOE), WeightForm("fp8_blocks")),
+    "gptq-32": (Case(files.gptq(32), gptq(32, sym=False)), WeightForm("grouped", 4, 32, True)),
+    "gptq-128": (Case(files.gptq(128, symmetric=True), gptq(128), "qwen2"), WeightForm("grouped", 4, 128)),
+    "gptq-rows": (Case(files.gptq(-1), gptq(-1, sym=False)), WeightForm("grouped", 4, ALL, True)),
+    "gptq-8-bits": (Case(files.gptq(32, bits=8), gptq(32, bits=8, sym=False)), WeightForm("grouped", 8, 32, True)),
+    "awq-128": (Case(files.awq(128), awq(128), "qwen2"), WeightForm("grouped", 4, 128, True)),
     "int4-groups": (
         Case(files.pack_quantized(32), compressed("pack-quantized", INT4), "qwen3"),
-        Form("grouped", 4, 32, False),
+        WeightForm("grouped", 4, 32, False),
     ),
-    "int8-row": (Case(files.int8(-1), compressed("int-quantized", INT8)), Form("grouped", 8, ALL, False)),
+    "int8-row": (Case(files.int8(-1), compressed("int-quantized", INT8)), WeightForm("grouped", 8, ALL, False)),
 }
 
 
@@ -242,7 +242,7 @@ def described(checkpoint, settings: dict, architecture: str = "llama", **sizes) 
     return read_model_config(raw | {"quantization_config": settings})
 
 
-def reasons(config: ModelConfig, ranks: Ranks | None = None) -> set[tuple[Form, str]]:
+def reasons(config: ModelConfig, ranks: Ranks | None = None) -> set[tuple[WeightForm, str]]:
     forms = layer_forms(config, ranks or Ranks(), range(len(config.layers)))
     assert all(each.scheme is not None for each in forms)
     return {(each.form, each.reason) for each in forms}
@@ -264,7 +264,7 @@ def test_zero_points_are_refused_if_the_settings_say_that_there_are_none(directo
 
 def test_shares_that_cut_groups_are_converted(checkpoint):
     config = described(checkpoint, gptq(128), intermediate_size=384)
-    assert reasons(config) == {(Form("grouped", 4, 128), "")}
+    assert reasons(config) == {(WeightForm("grouped", 4, 128), "")}
     [(form, reason)] = reasons(config, Ranks(0, 2))
     assert form == IN_DTYPE
     assert reason == "a share of mlp.down_proj.weight has 192 inputs, not a multiple of 128"
@@ -272,7 +272,7 @@ def test_shares_that_cut_groups_are_converted(checkpoint):
 
 def test_heads_that_are_padded_are_converted(checkpoint):
     config = described(checkpoint, FP8, head_dim=48)
-    assert reasons(config) == {(Form("fp8"), "")}
+    assert reasons(config) == {(WeightForm("fp8"), "")}
     [(form, reason)] = reasons(laid_out(config, "cuda"))
     assert (form, reason) == (IN_DTYPE, "the values of this architecture are changed when they are read")
 
@@ -292,7 +292,7 @@ def test_layers_that_are_not_quantized_stay_in_dtype(checkpoint, tmp_path):
     chosen = files.re.compile(r".*\.layers\.0\..*_proj\.weight$")
     source = checkpoint("llama", **SIZES)
     directory, exact = files.write_quantized(source, tmp_path / "m", files.pack_quantized(32), settings, chosen=chosen)
-    assert [each.form for each in forms_of(directory)] == [Form("grouped", 4, 32, False), IN_DTYPE]
+    assert [each.form for each in forms_of(directory)] == [WeightForm("grouped", 4, 32, False), IN_DTYPE]
     torch.testing.assert_close(logits_of(loaded(directory)), logits_of(loaded(exact, kept=False)), rtol=0, atol=1e-4)
 
 

@@ -20,7 +20,7 @@ _FP8_MULTIPLE = 16  # of the sizes of a matrix in fp8
 _MATRIX = 2  # dimensions
 
 
-class Form(NamedTuple):
+class WeightForm(NamedTuple):
     """The format of the matrices of a layer: the model's dtype, or quantized as the checkpoint has them."""
 
     kind: Literal["dtype", "fp8", "fp8_blocks", "grouped"]
@@ -29,13 +29,13 @@ class Form(NamedTuple):
     offsets: bool = False  # groups have a zero point, if ``grouped``
 
 
-IN_DTYPE = Form("dtype")
+IN_DTYPE = WeightForm("dtype")
 
 
 class LayerForm(NamedTuple):
     """The form of a layer, and if it is the model's dtype, why its quantized weights are converted."""
 
-    form: Form
+    form: WeightForm
     scheme: Scheme | None = None  # of the checkpoint; None = it is not quantized
     reason: str = ""
 
@@ -91,25 +91,25 @@ def _layer_form(model: ModelConfig, ranks: Ranks, index: int, matrices: list[_St
     return LayerForm(form, named)
 
 
-def _form(scheme: Scheme) -> Form | str:
+def _form(scheme: Scheme) -> WeightForm | str:
     """Return the form of a matrix of ``scheme``, or why there is none."""
     rows, columns = (1, ALL) if scheme.block is None else scheme.block
     if scheme.layout == "mxfp4":
         return "there is no product for this format"
     if scheme.kind == "float":
         if columns == ALL and rows in (ALL, 1):
-            return Form("fp8")
+            return WeightForm("fp8")
         if (rows, columns) == (FP8_BLOCK, FP8_BLOCK):
-            return Form("fp8_blocks")
+            return WeightForm("fp8_blocks")
         return f"products in fp8 need one scale per tensor or row, or for blocks of {FP8_BLOCK} x {FP8_BLOCK}"
     if scheme.act_order:
         return "columns that share a scale are not neighbours (act-order)"
     if rows not in (ALL, 1) or columns % GROUP_MULTIPLE:
         return f"groups must have a multiple of {GROUP_MULTIPLE} inputs of one output"
-    return Form("grouped", scheme.bits, columns, scheme.zeros and not scheme.symmetric)
+    return WeightForm("grouped", scheme.bits, columns, scheme.zeros and not scheme.symmetric)
 
 
-def _unsupported(local: ModelConfig, form: Form, ranks: Ranks) -> str | None:
+def _unsupported(local: ModelConfig, form: WeightForm, ranks: Ranks) -> str | None:
     """Return why a rank cannot store its share ``local`` of a layer in ``form``, or None."""
     shapes = layer_shapes(local, local.layers[0])
     matrices = {name: shape for name, shape in shapes.items() if len(shape) == _MATRIX and "_proj." in name}

@@ -11,7 +11,7 @@ from services.common.config import ChosenWorkerConfig
 from services.common.plan.routed_experts import RoutedExpertsLayout
 from services.worker.described.checkpoint import layer_shapes
 from services.worker.described.config import ModelConfig
-from services.worker.described.forms import FP8_BLOCK, IN_DTYPE, Form, layer_forms
+from services.worker.described.forms import FP8_BLOCK, IN_DTYPE, WeightForm, layer_forms
 from services.worker.described.naming import Shape
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
@@ -198,7 +198,7 @@ def weight_bytes(model: ModelConfig, ranks: Ranks, layers: range, item: int, qua
     return total + (_tensor_bytes((model.hidden_size,), item) if last else 0)
 
 
-def _kept_bytes(shape: Shape, item: int, form: Form) -> int:
+def _kept_bytes(shape: Shape, item: int, form: WeightForm) -> int:
     """Return the size of a tensor of a layer in ``form``. Routers, which are small, count as if they had this form."""
     if len(shape) == 1:
         return shape[0] * item

@@ -7,7 +7,7 @@ import torch
 
 from services.common.errors import InvalidRequest
 from services.worker.described.config import ModelConfig
-from services.worker.described.forms import Form
+from services.worker.described.forms import WeightForm
 from services.worker.described.refusals import refuse_integer_weights
 from services.worker.layers.block_fp8 import BlockFp8Linear
 from services.worker.layers.fp8 import Fp8Linear, refuse_unquantizable
@@ -52,7 +52,7 @@ def _make_grouped(dtype: torch.dtype, bits: int) -> LinearMaker:
     return partial(GroupedLinear, bits=bits)
 
 
-def make_kept_linear(form: Form, dtype: torch.dtype, device: torch.device) -> LinearMaker:
+def make_kept_linear(form: WeightForm, dtype: torch.dtype, device: torch.device) -> LinearMaker:
     """Return the constructor of linear layers that keep weights as a checkpoint has them, in ``form``.
 
     ``device`` is a GPU, or a CPU that computes a reference.
