@@ -3,6 +3,7 @@
 Only on CUDA: CPUs convert quantized weights to the model's dtype.
 """
 
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from services.common.model.quantized.scheme import ALL, Scheme
@@ -55,6 +56,7 @@ class _Stored(NamedTuple):
     alone: bool  # it is a tensor of its own, as the model has it
 
 
+@lru_cache(maxsize=4)  # a mixture of experts has many names, each of which is compared with all patterns
 def _stored_matrices(model: ModelConfig) -> list[list[_Stored]]:
     """Return the different forms of the matrices of each layer in the checkpoint, in the order of their names."""
     assert model.quantization is not None
