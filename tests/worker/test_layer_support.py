@@ -16,6 +16,7 @@ from services.worker.boot.common import RunnerParts, boot
 from services.worker.described.layer import LLAMA_LAYER, AttentionConfig, LayerConfig, MlpConfig, undeclared
 from services.worker.layers.fast_cpu import FastCpuKernels
 from services.worker.layers.linear import Linear
+from services.worker.layers.panels import PanelLinear
 from services.worker.models import decoder, fused_cpu
 from services.worker.models.decoder import DecoderModel
 from tests.worker.driver import Driver
@@ -31,7 +32,7 @@ NEW = "a feature of next year"
 
 
 def model_for_cpus(**features) -> DecoderModel:
-    return DecoderModel(small_config(**features), torch.float32, CPU, FastCpuKernels())
+    return DecoderModel(small_config(**features), torch.float32, CPU, FastCpuKernels(), PanelLinear)
 
 
 def model_for_few_rows(**features) -> DecoderModel:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
 from services.worker.layers.factory import make_kept_linear, make_kernels, make_linear
 from services.worker.layers.linear import LinearMaker
-from services.worker.layers.pairs import PairedLinear
+from services.worker.layers.panels import TOGETHER, PanelLinear
 from services.worker.models import reading, staging, weights
 from services.worker.models.base import ModelSource, RankModel, Staged, TensorRows
 from services.worker.models.decoder import DecoderModel
@@ -138,10 +139,9 @@ def make_model(
     makers = None
     if config.quantization == "checkpoint":
         makers = [make_kept_linear(each.form, dtype, device) for each in layer_forms(described, ranks, layers)]
-    if _pairs_weights(config, local, dtype, device, ranks):
-        # Activations are in float32, for which the layers have compiled operators.
-        linear: LinearMaker = PairedLinear
-        dtype = torch.float32
+    if _uses_panels(config, local, dtype, device, ranks):
+        linear: LinearMaker = partial(PanelLinear, dtype=dtype)
+        dtype = torch.float32  # of activations, for which the layers have compiled operators
     else:
         linear = make_linear(local, dtype, device, config.quantization, ranks.tp_size)
     kernels = make_kernels(device, dtype, compiled=config.torch_compile)
@@ -152,17 +152,17 @@ def make_model(
     )
 
 
-def _pairs_weights(
+def _uses_panels(
     config: ChosenWorkerConfig, local: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks
 ) -> bool:
-    """Return whether the layers are ``PairedLinear``: on a CPU, where the compiled decoder can run the model."""
-    if device.type != "cpu" or dtype != torch.bfloat16 or config.quantization != "none" or config.torch_compile:
+    """Return whether the layers are ``PanelLinear``: on a CPU, where the compiled decoder can run the model."""
+    if device.type != "cpu" or dtype not in TOGETHER or config.quantization != "none" or config.torch_compile:
         return False
-    from services.worker.layers import pairs_cpu  # noqa: F401  the operator; loads numba
+    from services.worker.layers import products_cpu  # noqa: F401  the operator; loads numba
     from services.worker.models.fused_cpu import supports_layers  # loads numba
 
-    even = local.hidden_size % 2 == local.intermediate_size % 2 == 0
-    return ranks.alone and even and supports_layers(local)
+    divides = local.hidden_size % TOGETHER[dtype] == local.intermediate_size % TOGETHER[dtype] == 0
+    return ranks.alone and divides and supports_layers(local)
 
 
 def _max_context(config: WorkerConfig, model_limit: int) -> int:

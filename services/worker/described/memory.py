@@ -233,7 +233,8 @@ def _tensor_bytes(shape: tuple[int, ...], item: int, quantization: str = "none")
     """Return the size of a tensor. An fp8 matrix also has one float32 scale per row.
 
     On CPUs, an integer matrix has whole panels of rows, and per row and group a float16 scale, and with 4 bits an
-    offset. On CUDA it has a float32 scale for each group. The result is the larger of both sizes.
+    offset. On CUDA it has a float32 scale for each group. The result is the larger of both sizes. Other matrices may
+    have whole panels of rows on CPUs, too. The result leaves out these at most 63 rows of zeros.
     """
     if len(shape) == 1:
         return shape[0] * item

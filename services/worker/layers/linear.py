@@ -10,7 +10,7 @@ from services.worker.layers.fp8 import Fp8Linear
 from services.worker.layers.grouped import GroupedLinear
 from services.worker.layers.integers import IntegerLinear
 from services.worker.layers.operators import operator
-from services.worker.layers.pairs import PairedLinear
+from services.worker.layers.panels import PanelLinear
 
 
 @operator("add_product(Tensor(a!) total, Tensor x, Tensor matrix) -> ()", lambda total, x, matrix: None)
@@ -68,6 +68,6 @@ class Linear(nn.Module):
         return targets
 
 
-AnyLinear = Linear | Fp8Linear | BlockFp8Linear | GroupedLinear | IntegerLinear | PairedLinear
+AnyLinear = Linear | Fp8Linear | BlockFp8Linear | GroupedLinear | IntegerLinear | PanelLinear
 # Creates a linear layer from (inputs, outputs, bias).
 LinearMaker = Callable[[int, int | Sequence[int], bool], AnyLinear]

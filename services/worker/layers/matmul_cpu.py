@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from numba.core import types
 
-_SYMBOL = "tokasaurus_sgemm"
+from services.worker.described.memory import INTEGER_PANEL
+
+_SYMBOL, _COLUMNS = "tokasaurus_sgemm", INTEGER_PANEL
 # Fortran's sgemm. All arguments are addresses.
 _sgemm = types.ExternalFunction(_SYMBOL, types.void(*[types.uintp] * 13))
 
@@ -32,29 +34,31 @@ def available() -> bool:
 def matmul(x, weight, output, keep):
     """Compute ``output = x @ weight + keep * output`` in the calling thread.
 
-    ``x [rows, inputs]`` and ``output [rows, outputs]`` are contiguous float32 arrays; ``weight`` is the address of
-    ``[inputs, outputs]`` float32; ``keep`` is 0 or 1.
+    ``x [rows, inputs]`` and ``output [rows, outputs]`` are contiguous float32 arrays; ``weight`` is the address of that
+    of a ``PanelLinear`` in float32; ``keep`` is 0 or 1.
     """
     rows, inputs, outputs = x.shape[0], x.shape[1], output.shape[1]
+    panels = (outputs + _COLUMNS - 1) // _COLUMNS
     # Fortran sees each matrix transposed: output.T = weight.T @ x.T.
-    sizes = np.array([outputs, rows, inputs], np.int32)
+    sizes = np.array([_COLUMNS, rows, inputs, outputs, outputs - (panels - 1) * _COLUMNS], np.int32)
     factors = np.array([1.0, keep], np.float32)
     plain = np.array([ord("N")], np.uint8)
     size, factor = sizes.ctypes.data, factors.ctypes.data
-    _sgemm(
-        plain.ctypes.data,
-        plain.ctypes.data,
-        size,
-        size + 4,
-        size + 8,
-        factor,
-        weight,
-        size,
-        x.ctypes.data,
-        size + 8,
-        factor + 4,
-        output.ctypes.data,
-        size,
-    )
+    for panel in range(panels):
+        _sgemm(
+            plain.ctypes.data,
+            plain.ctypes.data,
+            size if panel < panels - 1 else size + 16,
+            size + 4,
+            size + 8,
+            factor,
+            weight + panel * inputs * _COLUMNS * 4,
+            size,
+            x.ctypes.data,
+            size + 8,
+            factor + 4,
+            output.ctypes.data + panel * _COLUMNS * 4,
+            size + 12,
+        )
     # Numba frees an array after its last use, and an address does not count as a use.
     return sizes.size + factors.size + plain.size

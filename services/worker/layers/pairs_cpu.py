@@ -1,21 +1,17 @@
 """Products with weights in bfloat16, of which instructions read two of an output at once."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import llvmlite.binding
 import numba
 import numpy as np
-import torch
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from services.worker.described.memory import INTEGER_PANEL as COLUMNS
 from services.worker.layers.bfloat16_cpu import narrowed
-from services.worker.layers.compiled_cpu import compile_function
-from services.worker.layers.operators import operator
 from services.worker.layers.vectors_cpu import most_rows
 
 _LANES = 16
@@ -26,7 +22,6 @@ _FLOATS, _INTEGERS = ir.VectorType(_FLOAT, _LANES), ir.VectorType(_INTEGER, _LAN
 _UPPER = 0xFFFF0000
 # Rows of a panel that all rows of the input are multiplied by before the next. They stay in the first cache: 16 KiB.
 _BLOCK = 64
-_MATRIX = numba.float32[:, ::1]
 
 
 class _Bfloat16(ir.Type):  # type: ignore[misc]  # llvmlite has no types
@@ -140,7 +135,7 @@ def _spread(builder: Any, value: Any, kind: Any) -> Any:
 
 
 def make_paired_product() -> Callable[..., Any]:
-    """Return the function of ``make_product`` for the weight of a ``PairedLinear``. It does not read ``scale``."""
+    """Return the function of ``make_product`` for bfloat16. It does not read ``scale``."""
     block, columns, most = most_rows(), COLUMNS, _BLOCK
     add_block, add_row = _make_add_pairs(block), _make_add_pairs(1)
 
@@ -178,25 +173,3 @@ def make_paired_product() -> Callable[..., Any]:
 
     function: Callable[..., Any] = product
     return function
-
-
-@cache
-def compiled_product() -> Callable[..., None]:
-    """Return the product for arrays ``x`` and ``output`` and the address of a weight. The first call compiles it."""
-    product = make_paired_product()
-
-    def call(x, weight, output):
-        product(x, weight, 0, output, np.float32(0))
-
-    return compile_function(call, numba.void(_MATRIX, numba.int64, _MATRIX), keep=False)
-
-
-@operator(
-    "paired_product(Tensor x, Tensor weight, int width) -> Tensor",
-    lambda x, weight, width: x.new_empty(x.shape[0], width),
-)
-def _paired_product(x: torch.Tensor, weight: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the product of ``x`` float32, rounded to bfloat16, and the weight of a ``PairedLinear``, in float32."""
-    output = torch.empty(len(x), width)
-    compiled_product()(x.contiguous().numpy(), weight.data_ptr(), output.numpy())
-    return output

@@ -11,7 +11,7 @@ import torch
 from services.worker.described.memory import INTEGER_GROUP
 from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.integers import dequantized
-from services.worker.layers.matmul_cpu import matmul
+from services.worker.layers.matmul_cpu import available, matmul
 from services.worker.layers.operators import operator
 from services.worker.layers.pairs_cpu import make_paired_product
 from services.worker.layers.vectors_cpu import COLUMNS, Storage, make_add_product, most_rows
@@ -19,12 +19,11 @@ from services.worker.layers.vectors_cpu import COLUMNS, Storage, make_add_produc
 WeightStorage = Storage | Literal["bfloat16"]
 
 _MATRIX = numba.float32[:, ::1]
-# Rows from which on it is faster to convert the weight to float32 first, if registers hold the sums of one row only.
+# Rows from which on torch's library is faster, if registers hold the sums of one row only. Integers are converted to
+# float32 first.
 _MANY_ROWS = 32
-# Rows up to which a product in vector instructions is faster than that of torch's library.
-_MOST_ROWS = 32
-# Rows of a float32 matrix that are read at once. Processors prefetch about this many.
-_STREAMS = 8
+# Inputs of a float32 panel that all rows are multiplied by before the next. They stay in the second cache: 256 KiB.
+_BLOCK = 1024
 
 
 @cache
@@ -33,8 +32,7 @@ def make_product(storage: WeightStorage) -> Callable[..., Any]:
 
     It computes ``output = x @ weight + keep * output`` in the calling thread. ``x [rows, inputs]`` and ``output [rows,
     outputs]`` are contiguous float32 arrays, and ``keep`` is 0 or 1. ``weight`` and ``scale`` are addresses of the
-    tensors of an ``IntegerLinear``, or ``weight`` is that of a ``Linear``'s, ``[inputs, outputs]`` float32, or that of
-    a ``PairedLinear``'s for bfloat16.
+    tensors of an ``IntegerLinear``, or ``weight`` is that of a ``PanelLinear``'s.
     """
     if storage == "bfloat16":
         return make_paired_product()
@@ -44,30 +42,36 @@ def make_product(storage: WeightStorage) -> Callable[..., Any]:
 def _make_float_product() -> Callable[..., Any]:
     block = most_rows()
     add_block, add_row = make_add_product("float32", block), make_add_product("float32", 1)
-    columns, most = COLUMNS, _MOST_ROWS if block > 1 else 1
+    columns, most, many = COLUMNS, _BLOCK, _MANY_ROWS
 
     @numba.njit(nogil=True)
     def product(x, weight, scale, output, keep):
         rows, inputs, outputs = x.shape[0], x.shape[1], output.shape[1]
-        if rows > most or outputs % columns:
+        weight = np.int64(weight)
+        if block == 1 and rows >= many:
             return matmul(x, weight, output, keep)
         if keep == 0:
             output[:] = 0
-        weight, stride = np.int64(weight), outputs * 4
-        for first in range(0, inputs, _STREAMS):
-            count = min(_STREAMS, inputs - first)
-            row = 0
-            while row < rows:
-                source = x.ctypes.data + (row * inputs + first) * 4
-                for panel in range(outputs // columns):
-                    part = weight + first * stride + panel * columns * 4
-                    place = output.ctypes.data + row * stride + panel * columns * 4
+        rest = np.zeros((rows, columns), np.float32)  # the last panel may have fewer columns in the output
+        for panel in range((outputs + columns - 1) // columns):
+            whole = (panel + 1) * columns <= outputs
+            target = output.ctypes.data + panel * columns * 4 if whole else rest.ctypes.data
+            stride = outputs * 4 if whole else columns * 4
+            for first in range(0, inputs, most):
+                count = min(most, inputs - first)
+                part = weight + (panel * inputs + first) * columns * 4
+                row = 0
+                while row < rows:
+                    source, place = x.ctypes.data + (row * inputs + first) * 4, target + row * stride
                     if row + block <= rows:
-                        add_block(source, inputs * 4, part, stride, count, place, stride, 0, 0, 0)
+                        add_block(source, inputs * 4, part, columns * 4, count, place, stride, 0, 0, 0)
+                        row += block
                     else:
-                        add_row(source, inputs * 4, part, stride, count, place, stride, 0, 0, 0)
-                row += block if row + block <= rows else 1
-        return 0
+                        add_row(source, inputs * 4, part, columns * 4, count, place, stride, 0, 0, 0)
+                        row += 1
+            if not whole:
+                output[:, panel * columns :] += rest[:, : outputs - panel * columns]
+        return rest.size  # numba frees an array after its last use, and an address does not count as a use
 
     function: Callable[..., Any] = product
     return function
@@ -122,13 +126,28 @@ def _make_integer_product(storage: Storage) -> Callable[..., Any]:
 
 
 @cache
-def _compiled(bits: int) -> Callable[..., None]:
-    product = make_product("int8" if bits == 8 else "int4")
+def compiled_product(storage: WeightStorage) -> Callable[..., None]:
+    """Return ``make_product(storage)`` for arrays ``x`` and ``output`` and addresses. The first call compiles it."""
+    if storage == "float32" and not available():
+        raise RuntimeError("this build of torch has no sgemm; use Linear for weights in float32")
+    product = make_product(storage)
 
     def call(x, weight, scale, output):
         product(x, weight, scale, output, np.float32(0))
 
     return compile_function(call, numba.void(_MATRIX, numba.int64, numba.int64, _MATRIX), keep=False)
+
+
+@operator(
+    "panel_product(Tensor x, Tensor weight, int width) -> Tensor",
+    lambda x, weight, width: x.new_empty(x.shape[0], width),
+)
+def _panel_product(x: torch.Tensor, weight: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the product of ``x`` float32 and the weight of a ``PanelLinear``, in float32."""
+    output = torch.empty(len(x), width)
+    product = compiled_product("float32" if weight.dtype == torch.float32 else "bfloat16")
+    product(x.contiguous().numpy(), weight.data_ptr(), 0, output.numpy())
+    return output
 
 
 @operator(
@@ -141,6 +160,6 @@ def _integer_product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor,
     if len(rows) >= _MANY_ROWS and most_rows() == 1:
         return (rows @ dequantized(weight, scale, width)).to(x.dtype)
     output = torch.empty(len(rows), width)
-    product = _compiled(8 // scale.shape[2])
+    product = compiled_product("int8" if scale.shape[2] == 1 else "int4")
     product(rows.numpy(), weight.data_ptr(), scale.data_ptr(), output.numpy())
     return output.to(x.dtype)

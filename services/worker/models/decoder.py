@@ -21,7 +21,7 @@ from services.worker.layers.grouped import GroupedLinear
 from services.worker.layers.integers import IntegerLinear
 from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import AnyLinear, Linear, LinearMaker
-from services.worker.layers.pairs import PairedLinear
+from services.worker.layers.panels import PanelLinear
 from services.worker.layers.rotary import Rotary
 from services.worker.models.attention import Attention
 from services.worker.models.base import Compile, RankModel
@@ -272,7 +272,7 @@ class DecoderModel(RankModel):
                 if narrows and isinstance(qkv, kind):
                     head = partial(kind, bits=8)  # one of 4 bits would cost about as much precision as the layers
             self.vocabulary = VocabularyLayers(
-                config, ranks, kernels, head, narrows, has_embedding=self.first, has_head=self.last
+                config, ranks, kernels, head, narrows, self._panel_dtype, has_embedding=self.first, has_head=self.last
             )
         self.vocabulary.clear_padding()
         self.rotaries: list[Rotary] = [
@@ -283,9 +283,15 @@ class DecoderModel(RankModel):
         self.run_layer: RunLayer = DecoderLayer.forward
 
     @property
+    def _panel_dtype(self) -> torch.dtype | None:
+        """Dtype of the weights if the linear layers have them in panels, or None."""
+        first = self.layers[0].attention.qkv
+        return first.weight.dtype if isinstance(first, PanelLinear) else None
+
+    @property
     def cache_dtype(self) -> torch.dtype:
         """Dtype of keys and values in the cache: that of the weights, if activations are wider."""
-        return torch.bfloat16 if isinstance(self.layers[0].attention.qkv, PairedLinear) else self.dtype
+        return self._panel_dtype or self.dtype
 
     @property
     def embedding(self) -> torch.Tensor | None:

@@ -23,15 +23,15 @@ from services.worker.layers import matmul_cpu
 from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.fast_cpu import FastCpuKernels, compiled
 from services.worker.layers.integers import IntegerLinear
-from services.worker.layers.linear import AnyLinear, Linear
-from services.worker.layers.pairs import PairedLinear
+from services.worker.layers.linear import AnyLinear
+from services.worker.layers.panels import PanelLinear
 from services.worker.layers.products_cpu import WeightStorage, make_product
 from services.worker.models.base import RankModel
 from services.worker.models.decoder import DecoderLayer, DecoderModel
 
 _MATRIX, _CUBE, _INDICES = numba.float32[:, ::1], numba.float32[:, :, ::1], numba.int64[::1]
 _NO_WINDOW = 1 << 62  # exceeds any context
-_WithAddress = Linear | IntegerLinear | PairedLinear
+_WithAddress = IntegerLinear | PanelLinear
 # The layers that ``FusedDecoder`` computes. They may differ in their windows only.
 SUPPORTED: SupportedValues = {
     "qk_norm": ("none", "per_head"),
@@ -133,7 +133,7 @@ def _linears(layer: DecoderLayer) -> tuple[AnyLinear, AnyLinear, AnyLinear, AnyL
 def _storage(linear: AnyLinear) -> WeightStorage:
     if isinstance(linear, IntegerLinear):
         return "int8" if linear.bits == 8 else "int4"
-    return "bfloat16" if isinstance(linear, PairedLinear) else "float32"
+    return "bfloat16" if linear.weight.dtype == torch.bfloat16 else "float32"
 
 
 def _addresses(linear: AnyLinear) -> tuple[int, int]:

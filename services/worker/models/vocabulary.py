@@ -12,7 +12,7 @@ from services.worker.described.shares import vocabulary_of
 from services.worker.layers.fp8 import MultiTarget, Quantized
 from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import AnyLinear, LinearMaker
-from services.worker.layers.pairs import PairedLinear
+from services.worker.layers.panels import PanelLinear
 from services.worker.parallel.exchange import TENSOR_RANKS
 
 _EMBEDDING, _HEAD, _PADDING = "model.embed_tokens", "lm_head", "padding"
@@ -31,13 +31,15 @@ class VocabularyLayers(nn.Module):
         kernels: LayerKernels,
         linear: LinearMaker,
         narrows: bool,
+        panel_dtype: torch.dtype | None,
         *,
         has_embedding: bool,
         has_head: bool,
     ) -> None:
         """Create uninitialised weights for a stage. ``config`` describes the whole model.
 
-        With ``PairedLinear``, which needs one rank, the embedding has its form, too.
+        ``panel_dtype`` is the dtype of weights in panels, which need one rank; None means other weights. The embedding
+        then is in panels, too.
         """
         super().__init__()
         self._kernels = kernels
@@ -50,10 +52,10 @@ class VocabularyLayers(nn.Module):
         separate = narrows or not config.tied_embeddings
         self.embedding: nn.Parameter | None = None
         self.head: AnyLinear | None = None
-        self._lookup: PairedLinear | None = None  # has the embeddings as its columns, in place of ``embedding``
-        if linear is PairedLinear:
-            self._lookup = PairedLinear(config.hidden_size, config.vocab_size)
-            self.head = self._lookup if self._tied else PairedLinear(config.hidden_size, config.vocab_size)
+        self._lookup: PanelLinear | None = None  # has the embeddings as its columns, in place of ``embedding``
+        if panel_dtype is not None:
+            self._lookup = PanelLinear(config.hidden_size, config.vocab_size, dtype=panel_dtype)
+            self.head = self._lookup if self._tied else linear(config.hidden_size, config.vocab_size, False)
             return
         if has_embedding or (has_head and not separate):
             rows = self._share.size + self._padding
