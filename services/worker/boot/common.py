@@ -72,9 +72,8 @@ _MAX_MICRO_BATCHES = 128
 # Flags that must be equal on all workers of a replica, since they run the same plans.
 _SHARED_FLAGS = (
     *("model", "tp_size", "pp_size", "pp_layers", "dp_rank", "dtype", "load_format", "expert_parallel"),
-    "return_routed_experts",
-    *("kv_cache_dtype", "page_size", "max_context_tokens", "piecewise_cudagraph_max_tokens", "async_tp_threshold"),
-    *NAMES,
+    *("return_routed_experts", "kv_cache_dtype", "page_size", "max_context_tokens"),
+    *("piecewise_cudagraph_max_tokens", "async_tp_threshold", *NAMES),
 )
 
 log = structlog.get_logger(__name__)
