@@ -1,5 +1,6 @@
 """Weights of quantized checkpoints that stay quantized, computed by the reference forms on a CPU."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from services.common.errors import InvalidRequest
 from services.common.model.json_object import read_json
@@ -184,6 +186,18 @@ def test_an_update_from_the_same_files_leaves_equal_weights(name, directories):
     expected = model.state_dict()
     for key, tensor in other.state_dict().items():
         assert torch.equal(tensor.view(torch.uint8), expected[key].view(torch.uint8)), key
+
+
+def test_values_in_fp8_that_are_not_finite_are_refused_in_an_update(directories, tmp_path):
+    directory, name = directories(CASES["fp8-row"][0])[0], "model.layers.0.mlp.up_proj.weight"
+    shutil.copytree(directory, broken := tmp_path / "m")
+    [path] = broken.glob("*.safetensors")
+    tensors = load_file(path)
+    tensors[name][3, 5] = float("nan")
+    save_file(tensors, path)
+    model = made_for(config_of(directory), Ranks(), kept=True)
+    with pytest.raises(InvalidRequest, match=f"{name} has values that are not finite"):
+        staging.stage(broken, model, model.config)
 
 
 @pytest.mark.parametrize("name", CASES)

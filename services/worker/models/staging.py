@@ -16,6 +16,7 @@ from services.common.model.quantized.checkpoint import read_checkpoint
 from services.worker.arena.host_copy import empty_on_host, free_on_host
 from services.worker.described.checkpoint import checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
+from services.worker.layers.fp8 import FP8
 from services.worker.layers.quantized_weight import QuantizedWeight
 from services.worker.models import weights
 from services.worker.models.base import Staged
@@ -171,4 +172,7 @@ def fingerprint_of(name: str, tensor: torch.Tensor) -> int:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether all values are finite. Their sum shows it at a fraction of the time, unless it overflows."""
-    return bool(tensor.sum(dtype=torch.float32).isfinite() or tensor.isfinite().all())
+    if tensor.sum(dtype=torch.float32).isfinite():
+        return True
+    # torch has no isfinite for fp8, whose sums do not overflow.
+    return tensor.dtype != FP8 and bool(tensor.isfinite().all())
