@@ -124,6 +124,15 @@ def test_a_symmetric_weight_needs_no_offsets():
         target.copy_quantized(quantized(codes, scales, torch.full((4, 1), 7)))
 
 
+def test_scales_that_are_not_finite_are_no_zero_points():
+    linear = GroupedLinear(32, 2, bits=4, group=32)
+    codes, zeros = torch.full((2, 32), 9, dtype=torch.uint8), torch.full((2, 1), 8)
+    scales = torch.tensor([[float("nan")], [2.0]])
+    linear.targets("a")["a.weight"].copy_quantized(quantized(codes, scales, zeros))
+    assert linear.dequantized()[0].isnan().all()
+    assert linear.dequantized()[1].tolist() == [2.0] * 32
+
+
 def test_inputs_are_sorted_by_group():
     order = torch.randperm(128, generator=torch.Generator().manual_seed(0))
     columns = torch.arange(128)[order] // 32

@@ -220,7 +220,7 @@ class GroupedRows:
         linear.scales[:, place] = scales.t()
         if linear.offsets is not None:
             linear.offsets[:, place] = 0 if offsets is None else offsets.t()
-        elif offsets is not None and bool((offsets != 0).any()):
+        elif offsets is not None and bool((offsets.abs() > 0).any()):  # NaN comes from a scale that is not finite
             raise ValueError("it has zero points, and its settings say that it has none")
 
     def _ordered(self, columns: torch.Tensor) -> torch.Tensor:
