@@ -253,6 +253,17 @@ def test_a_start_runs_each_kernel_of_a_product(inputs, outputs):
 
 
 @needs_triton
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("rows", [17, 129, 256])
+def test_tiles_fit_into_the_shared_memory_of_gpus_before_hopper(rows, offsets):
+    from services.worker.layers.triton_grouped import choose_tiles
+
+    with torch.device("meta"):
+        weights = weights_of(GroupedLinear(14336, 5120, bits=4, offsets=offsets))
+    assert choose_tiles(5120, 14336, rows, weights).rows <= 128
+
+
+@needs_triton
 @kernels
 def test_no_rows_give_no_results():
     assert launch(random(0, 64), make(4, 64, 64)).shape == (0, OUTPUTS)

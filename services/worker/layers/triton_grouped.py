@@ -13,7 +13,7 @@ from services.worker.layers.grouped import GroupedLinear, tile_size
 from services.worker.layers.operators import operator
 from services.worker.layers.triton_grouped_kernel import grouped_rows
 from services.worker.layers.triton_grouped_wide import grouped_dequantize, grouped_sum, grouped_tiles
-from services.worker.layers.triton_overlap import overlapping
+from services.worker.layers.triton_overlap import overlapping, overlaps
 
 MOST_ROWS = 16  # of ``grouped_rows``
 # By the largest number of weights: the largest number of rows for which dequantization is a part of the product.
@@ -109,7 +109,10 @@ def choose_tiles(outputs: int, inputs: int, rows: int, weights: GroupedWeights) 
     """Return the options for ``rows`` rows. There are enough programs for all SMs, if the inputs can be split so."""
     scale_sums = weights.offsets is None
     # Sums of at most 64 rows can be scaled in registers, which is faster than to scale weights, also for more rows.
-    padded = min(64 if scale_sums and inputs <= _LONG * outputs else 256, max(16, triton.next_power_of_2(rows)))
+    # GPUs before compute capability 9.0 may have too little shared memory for 256 rows.
+    most_rows = 256 if overlaps(weights.codes.device) else 128
+    most_rows = 64 if scale_sums and inputs <= _LONG * outputs else most_rows
+    padded = min(most_rows, max(16, triton.next_power_of_2(rows)))
     scale_sums &= padded <= 64
     small = padded <= 128
     block, warps = (64, 4) if small else (128, 8)

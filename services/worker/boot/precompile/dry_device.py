@@ -75,6 +75,7 @@ def dry(gpu: GpuTarget) -> list[Replacement]:
         Replacement(torch.cuda, "get_device_name", lambda *_: gpu.name),
         Replacement(torch.cuda, "get_device_capability", lambda *_: gpu.capability),
         Replacement(triton_skinny, "overlaps", lambda _: gpu.capability >= (9, 0)),
+        Replacement(triton_grouped, "overlaps", lambda _: gpu.capability >= (9, 0)),
         Replacement(graphs, "capture", _capture),
         Replacement(pieces, "capture_between", _capture_between),
         Replacement(flashinfer_spans, "available", lambda *_: gpu.flashinfer),
