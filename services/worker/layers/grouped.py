@@ -227,7 +227,9 @@ class GroupedRows:
         """Return the inputs sorted by their group, and store them in the layer."""
         linear = self._linear
         if linear.order is None:
-            raise ValueError("the inputs of a group are not neighbours; create the layer with ordered=True")
+            raise ValueError(
+                "inputs of a group are not neighbours (g_idx), and the settings say that they are (desc_act)"
+            )
         order = columns.argsort(stable=True)
         sizes = columns.bincount()
         if bool((sizes != sizes[0]).any()):
