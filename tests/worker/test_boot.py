@@ -38,7 +38,7 @@ def test_a_second_start_stores_nothing_and_another_page_size_has_files_of_its_ow
     assert first.items() <= both.items()
     added = set(both) - set(first)
     assert len(added) == 2  # store and attend
-    assert all("_8-" in name for name in added)
+    assert all("_8_32-" in name for name in added)  # the page size, and the bits of an element
 
 
 def test_a_cache_beyond_all_memory_names_the_flag(checkpoint):
