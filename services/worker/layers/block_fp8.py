@@ -13,6 +13,7 @@ from torch import nn
 from services.common.model.quantized.scheme import Scheme
 from services.worker.described.forms import FP8_BLOCK
 from services.worker.layers.fp8 import FP8, LARGEST, SMALLEST, Quantized
+from services.worker.layers.parts import part_targets
 from services.worker.layers.quantized_weight import QuantizedWeight
 
 BLOCK = FP8_BLOCK  # rows and columns of a block of weights, and columns of a block of inputs
@@ -100,13 +101,7 @@ class BlockFp8Linear(nn.Module):
     def targets(self, *names: str) -> "dict[str, torch.Tensor | BlockRows]":
         """Return load targets that quantize, by checkpoint name. ``names`` are the prefixes of the parts."""
         scales = self.scale.split([blocks_of(size) for size in self.outputs])
-        parts = [BlockRows(*each) for each in zip(self.weight.split(self.outputs), scales, strict=True)]
-        targets: dict[str, torch.Tensor | BlockRows] = dict(
-            zip((f"{name}.weight" for name in names), parts, strict=True)
-        )
-        if self.bias is not None:
-            targets |= zip((f"{name}.bias" for name in names), self.bias.split(self.outputs), strict=True)
-        return targets
+        return part_targets(names, map(BlockRows, self.weight.split(self.outputs), scales), self.bias, self.outputs)
 
 
 def unsupported_sizes(inputs: int, outputs: Sequence[int]) -> str | None:

@@ -14,6 +14,7 @@ from services.common.errors import InvalidRequest
 from services.common.model.quantized.scheme import ALL, Scheme
 from services.worker.described.config import ModelConfig
 from services.worker.described.refusals import refuse_fp8_products, refuse_unquantizable_sizes
+from services.worker.layers.parts import part_targets
 from services.worker.layers.quantized_weight import QuantizedWeight
 
 FP8 = torch.float8_e4m3fn
@@ -110,13 +111,7 @@ class Fp8Linear(nn.Module):
     def targets(self, *names: str) -> "dict[str, torch.Tensor | QuantizedRows]":
         """Return load targets that quantize, by checkpoint name. ``names`` are the prefixes of the parts."""
         weights, scales = self.weight.split(self.outputs), self.scale.split(self.outputs, dim=1)
-        parts = [QuantizedRows(*each) for each in zip(weights, scales, strict=True)]
-        targets: dict[str, torch.Tensor | QuantizedRows] = dict(
-            zip((f"{name}.weight" for name in names), parts, strict=True)
-        )
-        if self.bias is not None:
-            targets |= zip((f"{name}.bias" for name in names), self.bias.split(self.outputs), strict=True)
-        return targets
+        return part_targets(names, map(QuantizedRows, weights, scales), self.bias, self.outputs)
 
 
 class QuantizedRows:

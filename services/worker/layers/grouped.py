@@ -11,6 +11,7 @@ from torch import nn
 
 from services.common.model.quantized.scheme import ALL, Scheme
 from services.worker.described.memory import grouped_size
+from services.worker.layers.parts import part_targets, spans
 from services.worker.layers.quantized_weight import QuantizedWeight
 
 _LONGEST_TILE = 128
@@ -136,14 +137,8 @@ class GroupedLinear(nn.Module):
 
     def targets(self, *names: str) -> "dict[str, torch.Tensor | GroupedRows]":
         """Return load targets that quantize, by checkpoint name. ``names`` are the prefixes of the parts."""
-        targets: dict[str, torch.Tensor | GroupedRows] = {}
-        start = 0
-        for name, size in zip(names, self.outputs, strict=True):
-            targets[f"{name}.weight"] = GroupedRows(self, start, size)
-            start += size
-        if self.bias is not None:
-            targets |= zip((f"{name}.bias" for name in names), self.bias.split(self.outputs), strict=True)
-        return targets
+        parts = (GroupedRows(self, start, size) for start, size in spans(self.outputs))
+        return part_targets(names, parts, self.bias, self.outputs)
 
 
 class GroupedRows:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from services.worker.described.memory import INTEGER_GROUP, INTEGER_PANEL
+from services.worker.layers.parts import part_targets, spans
 
 # Rows that are quantized at once, so that copies stay in the caches of the processor.
 _QUANTIZED_ROWS = 4 * INTEGER_PANEL
@@ -121,14 +122,8 @@ class IntegerLinear(nn.Module):
 
     def targets(self, *names: str) -> "dict[str, torch.Tensor | IntegerRows]":
         """Return load targets that quantize, by checkpoint name. ``names`` are the prefixes of the parts."""
-        targets: dict[str, torch.Tensor | IntegerRows] = {}
-        start = 0
-        for name, size in zip(names, self.outputs, strict=True):
-            targets[f"{name}.weight"] = IntegerRows(self, start, size)
-            start += size
-        if self.bias is not None:
-            targets |= zip((f"{name}.bias" for name in names), self.bias.split(self.outputs), strict=True)
-        return targets
+        parts = (IntegerRows(self, start, size) for start, size in spans(self.outputs))
+        return part_targets(names, parts, self.bias, self.outputs)
 
 
 class IntegerRows:

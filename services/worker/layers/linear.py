@@ -11,6 +11,7 @@ from services.worker.layers.grouped import GroupedLinear
 from services.worker.layers.integers import IntegerLinear
 from services.worker.layers.operators import operator
 from services.worker.layers.panels import PanelLinear
+from services.worker.layers.parts import part_targets
 
 
 @operator("add_product(Tensor(a!) total, Tensor x, Tensor matrix) -> ()", lambda total, x, matrix: None)
@@ -62,10 +63,7 @@ class Linear(nn.Module):
             parts = self.weight.split(self.outputs)
         else:
             parts = [part.t() for part in self.weight.split(self.outputs, dim=1)]
-        targets = dict(zip((f"{name}.weight" for name in names), parts, strict=True))
-        if self.bias is not None:
-            targets |= zip((f"{name}.bias" for name in names), self.bias.split(self.outputs), strict=True)
-        return targets
+        return part_targets(names, parts, self.bias, self.outputs)
 
 
 AnyLinear = Linear | Fp8Linear | BlockFp8Linear | GroupedLinear | IntegerLinear | PanelLinear

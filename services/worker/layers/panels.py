@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from services.worker.described.memory import INTEGER_PANEL as COLUMNS
+from services.worker.layers.parts import part_targets, spans
 
 # Values of an output that are side by side in a panel, by the dtype of the weight.
 TOGETHER = {torch.float32: 1, torch.bfloat16: 2}
@@ -48,14 +49,8 @@ class PanelLinear(nn.Module):
 
     def targets(self, *names: str) -> "dict[str, torch.Tensor | PanelRows]":
         """Return load targets by checkpoint name. ``names`` are the prefixes of the parts."""
-        targets: dict[str, torch.Tensor | PanelRows] = {}
-        start = 0
-        for name, size in zip(names, self.outputs, strict=True):
-            targets[f"{name}.weight"] = PanelRows(self, start, size)
-            start += size
-        if self.bias is not None:
-            targets |= zip((f"{name}.bias" for name in names), self.bias.split(self.outputs), strict=True)
-        return targets
+        parts = (PanelRows(self, start, size) for start, size in spans(self.outputs))
+        return part_targets(names, parts, self.bias, self.outputs)
 
 
 class PanelRows:
