@@ -1,7 +1,7 @@
 """Times of kernels in CUDA graphs."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from triton.errors import TritonError
@@ -11,34 +11,56 @@ _ROUNDS = 5
 _RUN_S = 0.05  # of a measurement, at least
 
 
-def graph_ms(run: Callable[[T], object], inputs: Sequence[T]) -> float | None:
-    """Return the milliseconds of ``run`` for one of ``inputs``, in a CUDA graph of all, or None if it cannot run.
+class _Captured(NamedTuple):
+    """A CUDA graph, and the results that it writes."""
 
-    With enough inputs, their weights do not stay in the L2 cache.
-    """
+    graph: torch.cuda.CUDAGraph
+    results: list[object]
+
+
+def graph_ms(run: Callable[[T], object], inputs: Sequence[T]) -> float | None:
+    """Return ``run_in_graph``, or None if ``run`` cannot run. Then the reason is printed."""
     try:
-        with torch.inference_mode():
-            for each in inputs:
-                run(each)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                kept = [run(each) for each in inputs]
+        captured = _capture(run, inputs)
     except (AttributeError, ImportError, RuntimeError, TypeError, ValueError, TritonError) as error:
         # The tile needs too much shared memory, or the library has no such kernel.
         print(f"  ({type(error).__name__}: {str(error).strip().splitlines()[0][:120]})", flush=True)
         return None
+    return _replay(captured, _ROUNDS, _RUN_S)
+
+
+def run_in_graph(
+    run: Callable[[T], object], inputs: Sequence[T], *, rounds: int = _ROUNDS, seconds: float = _RUN_S
+) -> float:
+    """Return the milliseconds of ``run`` for one of ``inputs``, in a CUDA graph of all: the median of ``rounds``.
+
+    With enough inputs, their weights do not stay in the L2 cache. All rounds together take at least ``seconds``.
+    """
+    return _replay(_capture(run, inputs), rounds, seconds)
+
+
+def _capture(run: Callable[[T], object], inputs: Sequence[T]) -> _Captured:
+    with torch.inference_mode():
+        for each in inputs:
+            run(each)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            return _Captured(graph, [run(each) for each in inputs])
+
+
+def _replay(captured: _Captured, rounds: int, seconds: float) -> float:
     times: list[float] = []
     count = 1
-    while len(times) < _ROUNDS:
+    while len(times) < rounds:
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
         for _ in range(count):
-            graph.replay()
+            captured.graph.replay()
         ended.record()
         ended.synchronize()
-        if began.elapsed_time(ended) < 1000 * _RUN_S / _ROUNDS:
+        if (elapsed := began.elapsed_time(ended)) < 1000 * seconds / rounds:
             count *= 2
         else:
-            times.append(began.elapsed_time(ended) / count / len(kept))
-    return sorted(times)[_ROUNDS // 2]
+            times.append(elapsed / count / len(captured.results))
+    return sorted(times)[rounds // 2]

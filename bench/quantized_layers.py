@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 
+from bench.graph_times import run_in_graph
+from services.worker.layers.block_fp8 import BlockFp8Linear
 from services.worker.layers.cuda_kernels import CudaKernels
 from services.worker.layers.fp8 import Fp8Linear
 from services.worker.layers.grouped import GroupedLinear
@@ -17,7 +17,7 @@ from services.worker.layers.linear import Linear
 CACHED_BYTES = 120 << 20  # more than the L2 cache holds
 DEVICE = "cuda"
 _ROUNDS = 3
-_RUN_MS = 12.0  # of a measurement, at least
+_RUN_S = 0.012  # of a measurement, at least
 _KERNELS = CudaKernels()
 
 # A product of the input with one layer.
@@ -66,17 +66,14 @@ def _quantized_in_blocks(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 def kinds(group: int) -> dict[str, Kind]:
     """Return the kinds of layers by name. ``group`` is the number of inputs that share a scale."""
-    found = {
+    return {
         "bf16": Kind(partial(Linear, transposed=True), _plain, 0.01),
         "fp8": Kind(Fp8Linear, _quantized, 0.06),
         "int8": Kind(partial(GroupedLinear, bits=8, group=group), _plain, 0.01),
         "int4": Kind(partial(GroupedLinear, bits=4, group=group), _plain, 0.01),
         "int4 offsets": Kind(partial(GroupedLinear, bits=4, group=group, offsets=True), _plain, 0.01),
+        "block fp8": Kind(BlockFp8Linear, _quantized_in_blocks, 0.06),
     }
-    module = "services.worker.layers.block_fp8"
-    if find_spec(module) is not None:
-        found["block fp8"] = Kind(import_module(module).BlockFp8Linear, _quantized_in_blocks, 0.06)
-    return found
 
 
 def make_layers(kind: Kind, shape: Shape, *, copies: int | None = None) -> tuple[list[Any], torch.Tensor]:
@@ -103,23 +100,4 @@ def relative_error(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -
 
 def microseconds(product: Product, layers: Sequence[Any], x: torch.Tensor) -> float:
     """Return the time of a product of ``x`` in a CUDA graph of products with all ``layers``."""
-    product(layers[0], x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in layers:
-            product(layer, x)
-    times, count = [], 1
-    graph.replay()
-    while len(times) < _ROUNDS:
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        for _ in range(count):
-            graph.replay()
-        ended.record()
-        ended.synchronize()
-        if (elapsed := began.elapsed_time(ended)) < _RUN_MS / _ROUNDS:
-            count *= 2
-        else:
-            times.append(elapsed * 1000 / count / len(layers))
-    return sorted(times)[_ROUNDS // 2]
+    return 1000 * run_in_graph(lambda layer: product(layer, x), layers, rounds=_ROUNDS, seconds=_RUN_S)
