@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from services.worker.layers.triton_few_rows import gate_pairs, load_squares, store_prepared, weight_rows
 from services.worker.layers.triton_overlap import load_early
 from services.worker.layers.triton_unpack import high_halves, low_halves, ones_like, whole_bytes
 
@@ -57,12 +58,7 @@ def grouped_rows(
     FILL: tl.constexpr = None if EVEN else 0.0
 
     program = tl.program_id(0)
-    lines = tl.arange(0, BLOCK_OUT)
-    if GATED:
-        column = tl.minimum(program * RESULTS + lines // 2, SIZE - 1)
-        source = column + (lines % 2) * SIZE
-    else:
-        source = tl.minimum(program * RESULTS + lines, SIZE - 1)
+    source = weight_rows(program, BLOCK_OUT, RESULTS, SIZE, GATED)
     members = tl.arange(0, ROWS)
     columns = program * RESULTS + tl.arange(0, RESULTS)
     out_offsets = members[None, :] * SIZE + columns[:, None]
@@ -84,10 +80,7 @@ def grouped_rows(
     if ADD:
         before = load_early(out + out_offsets, kept, OVERLAP)
     if PREPARED > 0:
-        PADDED: tl.constexpr = triton.next_power_of_2(PREPARED)
-        indices = tl.arange(0, PADDED)
-        inside_squares = (indices < PREPARED)[:, None] & (members < rows)[None, :]
-        known_squares = tl.load(squares_before + indices[:, None] * rows + members[None, :], inside_squares, other=0.0)
+        known_squares = load_squares(squares_before, members, rows, PREPARED)
 
     parts = tl.zeros((TILES, BLOCK_OUT, ROWS), tl.float32)
     squares = tl.zeros((TILES, WIDTH, ROWS), tl.float32)
@@ -149,17 +142,10 @@ def grouped_rows(
     if BIAS:
         total += bias_values[:, None]
     if GATED:
-        # A separate kernel for the gate would round here too.
-        pairs = tl.permute(tl.reshape(total.to(out.dtype.element_ty), (RESULTS, 2, ROWS)), (0, 2, 1))
-        gate, up = tl.split(pairs)
-        gate = gate.to(tl.float32)
-        total = gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
+        total = gate_pairs(total, out.dtype.element_ty, RESULTS, ROWS)
     if ADD:
         total += before
     result = total.to(out.dtype.element_ty)
     tl.store(out + out_offsets, result, kept)
     if PREPARES:
-        wide_result = tl.where(kept, result.to(tl.float32), 0.0)
-        tl.store(next_values + out_offsets, (wide_result * next_scale[:, None]).to(result.dtype), kept)
-        part_squares = next_squares + program * rows + members
-        tl.store(part_squares, tl.sum(wide_result * wide_result, axis=0), members < rows)
+        store_prepared(result, out_offsets, kept, next_scale, next_values, next_squares, program, members, rows)
