@@ -17,7 +17,7 @@ from services.worker.described.shares import local_config
 
 FP8_BLOCK = 128  # rows and columns of a block that shares a scale
 GROUP_MULTIPLE = 32  # of the inputs that share a scale of integer weights
-_FP8_MULTIPLE = 16  # of the sizes of a matrix in fp8
+FP8_MULTIPLE = 16  # of the sizes of a matrix in fp8
 _MATRIX = 2  # dimensions
 
 
@@ -116,7 +116,7 @@ def _unsupported(local: ModelConfig, form: WeightForm, ranks: Ranks) -> str | No
     shapes = layer_shapes(local, local.layers[0])
     matrices = {name: shape for name, shape in shapes.items() if len(shape) == _MATRIX and "_proj." in name}
     multiples = {
-        "fp8": (_FP8_MULTIPLE, _FP8_MULTIPLE),
+        "fp8": (FP8_MULTIPLE, FP8_MULTIPLE),
         "fp8_blocks": (FP8_BLOCK, FP8_BLOCK),
         "grouped": (1, form.group or GROUP_MULTIPLE),
     }[form.kind]

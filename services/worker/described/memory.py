@@ -17,8 +17,8 @@ from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
 
 FLOAT32, BFLOAT16, FP8 = 4, 2, 1  # bytes per element; float16 has the size of bfloat16
-# Integer weights have a scale for each group of inputs, and are stored in panels of outputs.
-INTEGER_GROUP, INTEGER_PANEL = 32, 64
+INTEGER_GROUP = 32  # inputs that share a scale of integer weights
+PANEL_COLUMNS = 64  # outputs in a panel, in which CPUs store weights
 _INTEGER_BITS = {"int8": 8, "int4": 4}
 # Projections that are one matrix, with the name of the first.
 _TOGETHER = {
@@ -240,7 +240,7 @@ def _tensor_bytes(shape: tuple[int, ...], item: int, quantization: str = "none")
         return shape[0] * item
     rows, columns = shape
     if bits := _INTEGER_BITS.get(quantization):
-        padded = -(-rows // INTEGER_PANEL) * INTEGER_PANEL
+        padded = -(-rows // PANEL_COLUMNS) * PANEL_COLUMNS
         on_cpu = padded * (columns // INTEGER_GROUP) * BFLOAT16 * (8 // bits)
         return padded * columns * bits // 8 + max(on_cpu, rows * (columns // grouped_size(columns)) * FLOAT32)
     return rows * columns + rows * FLOAT32 if quantization == "fp8" else rows * columns * item

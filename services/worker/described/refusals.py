@@ -10,6 +10,7 @@ from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.flags import cuda_only
 from services.worker.described.config import ModelConfig
+from services.worker.described.forms import FP8_MULTIPLE
 from services.worker.described.memory import INTEGER_GROUP
 
 # First compute capability for which Triton converts from and to float8_e4m3fn.
@@ -18,8 +19,6 @@ _FP8_CONVERSIONS = (8, 9)
 ROW_WISE_PRODUCTS = (9, 0)
 # Largest head of the kernels for CUDA.
 _MOST_CUDA_HEAD_DIM = 256
-# The sizes of an fp8 matrix product must be multiples of this number of elements.
-_FP8_MULTIPLE = 16
 _NUMBA_SETTINGS = Path(".numba_config.yaml")
 
 
@@ -106,7 +105,7 @@ def refuse_unquantizable_sizes(config: ModelConfig, tp_size: int) -> None:
         sizes["intermediate_size"] = config.intermediate_size
     for experts in config.experts:
         sizes |= {"width of an expert": experts.width, "width of the shared expert": experts.shared_width}
-    _refuse_other_multiples("fp8", sizes, _FP8_MULTIPLE, tp_size)
+    _refuse_other_multiples("fp8", sizes, FP8_MULTIPLE, tp_size)
 
 
 def refuse_integer_weights(config: ModelConfig, quantization: str, tp_size: int) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from services.common.model.quantized.scheme import Scheme
-from services.worker.described.forms import FP8_BLOCK
+from services.worker.described.forms import FP8_BLOCK, FP8_MULTIPLE
 from services.worker.layers.fp8 import FP8, LARGEST, SMALLEST, Quantized
 from services.worker.layers.parts import part_targets
 from services.worker.layers.quantized_weight import QuantizedWeight
@@ -106,8 +106,10 @@ class BlockFp8Linear(nn.Module):
 
 def unsupported_sizes(inputs: int, outputs: Sequence[int]) -> str | None:
     """Return why ``BlockFp8Linear`` does not support these sizes, or None if it does."""
-    if inputs % 16:
-        return f"a weight with {inputs} inputs: products in fp8 need a multiple of 16; dequantize the weight"
+    if inputs % FP8_MULTIPLE:
+        return (
+            f"a weight with {inputs} inputs: products in fp8 need a multiple of {FP8_MULTIPLE}; dequantize the weight"
+        )
     if any(size % BLOCK for size in outputs[:-1]):
         return (
             f"parts of {', '.join(map(str, outputs))} rows: with scales of {BLOCK} x {BLOCK} blocks, all parts but the"

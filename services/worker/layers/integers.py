@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from services.worker.described.memory import INTEGER_GROUP, INTEGER_PANEL
+from services.worker.described.memory import INTEGER_GROUP, PANEL_COLUMNS
 from services.worker.layers.parts import part_targets, spans
 
 # Rows that are quantized at once, so that copies stay in the caches of the processor.
-_QUANTIZED_ROWS = 4 * INTEGER_PANEL
+_QUANTIZED_ROWS = 4 * PANEL_COLUMNS
 # Steps of the search for scales of 4 bits. Further steps gain less than 3 % of the squared error each.
 _SEARCH_STEPS = 4
 
@@ -100,10 +100,10 @@ class IntegerLinear(nn.Module):
         super().__init__()
         self.outputs = [outputs] if isinstance(outputs, int) else list(outputs)
         self.bits, self.inputs, self.width = bits, inputs, sum(self.outputs)
-        panels, groups = -(-self.width // INTEGER_PANEL), inputs // INTEGER_GROUP
+        panels, groups = -(-self.width // PANEL_COLUMNS), inputs // INTEGER_GROUP
         dtype = torch.int8 if bits == 8 else torch.uint8
-        self.register_buffer("weight", torch.zeros(panels, inputs * bits // 8, INTEGER_PANEL, dtype=dtype))
-        self.register_buffer("scale", torch.zeros(panels, groups, 8 // bits, INTEGER_PANEL, dtype=torch.float16))
+        self.register_buffer("weight", torch.zeros(panels, inputs * bits // 8, PANEL_COLUMNS, dtype=dtype))
+        self.register_buffer("scale", torch.zeros(panels, groups, 8 // bits, PANEL_COLUMNS, dtype=torch.float16))
         self.bias = nn.Parameter(torch.empty(self.width), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
@@ -140,15 +140,15 @@ class IntegerRows:
             rows = tensor[first : first + _QUANTIZED_ROWS]
             values, scales = to_integers(rows.to(self.device), linear.bits)
             outputs = torch.arange(self._start + first, self._start + first + len(rows))
-            place = outputs // INTEGER_PANEL, outputs % INTEGER_PANEL
+            place = outputs // PANEL_COLUMNS, outputs % PANEL_COLUMNS
             linear.weight.permute(0, 2, 1)[place] = values if linear.bits == 8 else _paired(values)
             linear.scale.permute(0, 3, 1, 2)[place] = scales
 
     def copy_to(self, rows: torch.Tensor) -> None:
         """Copy the first values, as the product reads them, to ``rows [rows, inputs]`` float32."""
         linear, stop = self._linear, self._start + len(rows)
-        first, last = self._start // INTEGER_PANEL, -(-stop // INTEGER_PANEL)
-        skipped = first * INTEGER_PANEL
+        first, last = self._start // PANEL_COLUMNS, -(-stop // PANEL_COLUMNS)
+        skipped = first * PANEL_COLUMNS
         found = dequantized(linear.weight[first:last], linear.scale[first:last], stop - skipped)
         rows.copy_(found[:, self._start - skipped :].t())
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numba.core import types
 
-from services.worker.described.memory import INTEGER_PANEL
+from services.worker.described.memory import PANEL_COLUMNS
 
-_SYMBOL, _COLUMNS = "tokasaurus_sgemm", INTEGER_PANEL
+_SYMBOL, _COLUMNS = "tokasaurus_sgemm", PANEL_COLUMNS
 # Fortran's sgemm. All arguments are addresses.
 _sgemm = types.ExternalFunction(_SYMBOL, types.void(*[types.uintp] * 13))
 

@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from services.worker.described.memory import INTEGER_PANEL as COLUMNS
+from services.worker.described.memory import PANEL_COLUMNS as COLUMNS
 from services.worker.layers.bfloat16_cpu import narrowed
 from services.worker.layers.vectors_cpu import most_rows
 

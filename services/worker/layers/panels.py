@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from services.worker.described.memory import INTEGER_PANEL as COLUMNS
+from services.worker.described.memory import PANEL_COLUMNS as COLUMNS
 from services.worker.layers.parts import part_targets, spans
 
 # Values of an output that are side by side in a panel, by the dtype of the weight.

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 from services.worker.described.memory import INTEGER_GROUP
+from services.worker.described.memory import PANEL_COLUMNS as COLUMNS
 from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.integers import dequantized
 from services.worker.layers.matmul_cpu import available, matmul
 from services.worker.layers.operators import operator
 from services.worker.layers.pairs_cpu import make_paired_product
-from services.worker.layers.vectors_cpu import COLUMNS, Storage, make_add_product, most_rows
+from services.worker.layers.vectors_cpu import Storage, make_add_product, most_rows
 
 WeightStorage = Storage | Literal["bfloat16"]
 

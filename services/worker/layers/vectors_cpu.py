@@ -12,10 +12,9 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from services.worker.described.memory import INTEGER_PANEL
+from services.worker.described.memory import PANEL_COLUMNS as COLUMNS
 
 Storage = Literal["float32", "int8", "int4"]
-COLUMNS = INTEGER_PANEL  # 64
 
 _FLOAT, _INTEGER = ir.FloatType(), ir.IntType(32)
 _FLOATS, _INTEGERS = ir.VectorType(_FLOAT, COLUMNS), ir.VectorType(_INTEGER, COLUMNS)
