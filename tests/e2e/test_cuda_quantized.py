@@ -22,13 +22,13 @@ pytestmark = [
 
 TOKENS = 24
 PROMPTS = [random_prompt(length, 400) for length in (1, 9, 17, 33, 64, 130, 300, 700)]
-# Every part of a projection has whole blocks of 128 x 128.
+# Also with two ranks, every part of a projection has whole blocks of 128 x 128.
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 4,
     "head_dim": 64,
     "vocab_size": 416,
 }
@@ -64,7 +64,7 @@ class Case:
     sizes: dict[str, Any] = field(default_factory=dict)
 
 
-EXPERTS = {"moe_intermediate_size": 128}
+EXPERTS = {"moe_intermediate_size": 256}
 CASES = {
     "fp8-tensor": Case(files.fp8(0, 0, name=".weight_scale", shape=()), FP8, "fp8"),
     "fp8-row": Case(files.fp8(1, 0, name=".weight_scale"), ROWS, "fp8", "qwen3"),

@@ -16,7 +16,7 @@ from services.worker.described import memory
 from services.worker.described.ranks import Ranks
 from services.worker.described.registry import read_model_config
 from services.worker.layers.fp8 import FP8
-from services.worker.layers.kernels import TorchKernels
+from services.worker.layers.kernels import LayerKernels, TorchKernels
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.weights import load_dummy
 from services.worker.parallel.errors import ParallelError
@@ -40,8 +40,8 @@ FLAGS = ChosenWorkerConfig(
 )
 
 
-def make_model(device: torch.device, config: dict = CONFIG) -> DecoderModel:
-    model = DecoderModel(read_model_config(config), torch.float32, torch.device("cpu"), TorchKernels())
+def make_model(device: torch.device, config: dict = CONFIG, kernels: LayerKernels | None = None) -> DecoderModel:
+    model = DecoderModel(read_model_config(config), torch.float32, torch.device("cpu"), kernels or TorchKernels())
     load_dummy(model, seed=1)
     for parameter in model.parameters():  # logits far enough apart that rounding does not choose
         if parameter.dim() == 2:

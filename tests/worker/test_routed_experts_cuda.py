@@ -6,8 +6,9 @@ import torch
 
 from services.common.config import ChosenWorkerConfig
 from services.worker.boot.common import make_cache, make_limits, make_recorder
+from services.worker.layers.factory import make_kernels
 from tests.worker.driver import Driver, admission, batch
-from tests.worker.interpreter import DEVICE, needs_triton
+from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
 from tests.worker.no_streams import device_without_streams
 from tests.worker.routed import Received, asking
 from tests.worker.test_cuda_steps import CONFIG, make_model
@@ -48,7 +49,8 @@ def on_gpu(graphs: int, pieces: int) -> Driver:
     from services.worker.runner.cuda.state import DeviceState
     from services.worker.sampling.fused import FusedSampler
 
-    model = make_model(DEVICE, MIXTURE)
+    kernels = None if INTERPRETED else make_kernels(DEVICE, torch.float32)  # a graph holds no plain mixture
+    model = make_model(DEVICE, MIXTURE, kernels)
     cache, limits = make_cache(FLAGS, model, FLAGS.page_count), make_limits(FLAGS, model, FLAGS.page_count)
     state = DeviceState.empty(limits, DEVICE)
     attention = CudaAttention(cache, 4, model.rotaries, dtype=model.dtype, layers=model.attention_layers())
