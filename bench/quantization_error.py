@@ -101,10 +101,9 @@ def chosen_kinds(names: Sequence[str], card: model_files.ModelCard, device: torc
     Exits with a message that lists the kinds if a name is unknown.
     """
     has_experts = bool(read_model_config(model_files.read_config(card.directory)).experts)
-    flags = FLAGS if has_experts else flags_on(device)
     # The inputs of experts are not rounded.
     formats = [name for name, each in FORMATS.items() if each.inputs is None or not has_experts]
-    known = [name for name in (*flags, *formats) if name not in EXACT]
+    known = [name for name in (*flags_on(device), *formats) if name not in EXACT]
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"kinds={','.join(unknown)} cannot be measured; choose from {', '.join(known)}")
     return list(names) or known

@@ -334,6 +334,13 @@ def test_integer_weights_are_for_sizes_in_groups(tmp_path):
     assert "intermediate_size is 8208, which is not a multiple of 32" in refused.text
 
 
+@pytest.mark.parametrize(("device", "gib"), [("cpu", None), ("cuda", 80)])
+def test_the_experts_of_a_mixture_do_not_become_integers(device, gib, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-30b-a3b"]))
+    found = only("quantization", tmp_path, gib, load_format="dummy", device=device, quantization="int8")
+    assert "quantization=int8: set by you; the experts stay in dtype" in found.text
+
+
 def test_a_place_that_cannot_be_written_to_fails(tmp_path):
     (tmp_path / "file").write_text("no directory")
     found = only("compile cache", compile_cache_dir=str(tmp_path / "file" / "cache"))

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
@@ -15,6 +16,7 @@ from services.worker.layers.integers import IntegerLinear, to_integers
 from services.worker.layers.linear import Linear
 from services.worker.models import fused_cpu
 from services.worker.models.decoder import DecoderModel
+from services.worker.models.experts import Experts
 from services.worker.runner.runner import StepRunner
 from tests import real_model
 from tests.gguf_files import write_gguf
@@ -24,6 +26,12 @@ from tests.worker.small_models import CPU, one_sequence, small_config, small_mod
 from tests.worker.test_quantization import fill
 
 BITS, QUANTIZATIONS = (8, 4), ("int8", "int4")
+# Mixtures of experts, with the arguments of their checkpoints. The shared expert of GLM has whole groups.
+MIXTURES: dict[str, dict] = {
+    "qwen3_moe": {},
+    "glm4_moe": {"moe_intermediate_size": 64, "intermediate_size": 192},
+    "mixtral": {},
+}
 PROMPTS = ([3 + index * 7 % 300 for index in range(40)], [5, 6], list(range(20, 90)))
 
 
@@ -213,9 +221,23 @@ def test_unsupported_sizes_and_devices_are_refused(changes, device, tp_size, mes
     assert refused.value.field == "quantization"
 
 
-def test_mixtures_of_experts_are_refused(checkpoint):
-    with pytest.raises(InvalidRequest, match="int4: the model is a mixture of experts, whose weights cannot be integ"):
-        boot(WorkerConfig(model=str(checkpoint("qwen3_moe")), device="cpu", quantization="int4"))
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_the_experts_of_a_mixture_stay_in_dtype_and_the_log_says_so(architecture, quantization, checkpoint):
+    """GLM has dense layers and shared experts, which are integers."""
+    flags = {"device": "cpu", "kv_cache_num_tokens": 4096, "torch_num_threads": 2, "quantization": quantization}
+    with capture_logs() as logs:
+        booted = boot(WorkerConfig(model=str(checkpoint(architecture, **MIXTURES[architecture])), **flags))
+    model = booted.loaded.model
+    mixtures = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)]
+    assert {each.gate_up.dtype for each in mixtures} == {torch.float32}
+    assert all(each.shared is None or isinstance(each.shared.inner, IntegerLinear) for each in mixtures)
+    assert all(isinstance(layer.attention.qkv, IntegerLinear) for layer in model.layers)
+    assert isinstance(model.head, IntegerLinear)
+    [settings_line] = [line for line in logs if line["event"] == "settings"]
+    assert "the experts stay in dtype" in settings_line["quantization_reason"]
+    check_against_floats(booted.runner, model, PROMPTS, 12)
+    booted.runner.close()
 
 
 def test_the_embedding_keeps_its_dtype_and_the_head_has_8_bits():

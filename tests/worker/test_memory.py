@@ -29,7 +29,9 @@ from services.worker.described.shares import local_config
 from services.worker.described.stages import layers_of
 from services.worker.layers.factory import make_kernels, make_linear
 from services.worker.models.decoder import DecoderModel
+from services.worker.models.experts import Experts
 from tests.worker.small_models import CPU, changed
+from tests.worker.test_integers import MIXTURES
 
 PLAIN = ModelConfig(
     vocab_size=336, hidden_size=128, intermediate_size=192, layers=(LLAMA_LAYER,) * 3, heads=8, kv_heads=2,
@@ -69,6 +71,19 @@ def test_weights_take_what_is_said(name, quantization):
             assert weight_bytes(model, ranks, layers, BFLOAT16, quantization) == taken, (ranks, layers)
             rotary = decoder.rotaries[0]
             assert rotation_bytes(model) == rotary.cos.nbytes + rotary.sin.nbytes
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_the_weights_of_mixtures_take_what_is_said(architecture, quantization, checkpoint):
+    model = read_model_config(read_json(checkpoint(architecture, **MIXTURES[architecture]) / "config.json"))
+    for ranks in (Ranks(), Ranks(0, 2), Ranks(1, 2, whole_experts=True)):
+        decoder = made(model, ranks, range(len(model.layers)), quantization)
+        counts = [layer.mlp.load.nbytes for layer in decoder.layers if isinstance(layer.mlp, Experts)]
+        taken = sum(each.nbytes for each in itertools.chain(decoder.parameters(), decoder.buffers())) - sum(counts)
+        found = weight_bytes(model, ranks, range(len(model.layers)), BFLOAT16, quantization)
+        # Corrections of routers count as bfloat16, and groups of integers as the larger form of CPUs and GPUs.
+        assert found == pytest.approx(taken, rel=0.002), ranks
 
 
 @pytest.mark.parametrize("name", MODELS)

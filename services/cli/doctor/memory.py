@@ -16,6 +16,7 @@ from services.worker.described.choices import (
     Device,
     FlagChoice,
     choose,
+    explained_quantization,
     refuse_impossible_quantization,
 )
 from services.worker.described.memory import BFLOAT16, FLOAT32, Footprint, footprint, margin, page_bytes, weight_bytes
@@ -39,8 +40,7 @@ def check_memory(machine: Machine, shape: ModelShape) -> Iterator[Finding]:
             return
         found = choices(machine, shape)
         yield ok("settings", ", ".join(f"{each.name}={each.value}" for each in found))
-        if shape.described.quantization is not None:
-            chosen = next(each for each in found if each.name == "quantization")
+        if (chosen := explained_quantization(shape.described, found)) is not None:
             yield ok("quantization", f"quantization={chosen.value}: {chosen.reason}")
     if not machine.on_cuda:
         yield from _on_cpu(machine, shape)

@@ -41,6 +41,7 @@ from services.worker.described.choices import (
     agree,
     choose,
     refuse_impossible_quantization,
+    settings_of,
 )
 from services.worker.described.heads import laid_out
 from services.worker.described.memory import rotation_bytes, routed_layout, weight_bytes
@@ -199,7 +200,7 @@ def boot(
     cache_tokens = str(runner.limits.page_count * runner.limits.page_size)
     choices = tuple(each._replace(value=cache_tokens) if each.value == "auto" else each for each in choices)
     if not (ranks.tp_rank or ranks.pp_rank or config.dp_rank):
-        log.info("settings", device=facts.name, **{each.name: each.value for each in choices})
+        log.info("settings", device=facts.name, **settings_of(described, choices))
     load = ExpertLoad.of(model)
     loaded = Loaded(source, model, card.directory, config.load_format == "dummy", memory)
     return Booted(runner, card.name, str(device), _name(dtype), ranks, group, load, loaded, choices)
@@ -349,10 +350,9 @@ def warm_up(runner: StepRunner) -> None:
 
 
 def _device(config: WorkerConfig) -> torch.device:
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
+    available = torch.cuda.is_available()
+    name = ("cuda" if available else "cpu") if config.device == "auto" else config.device
+    if name == "cuda" and not available:
         raise InvalidRequest("flag device=cuda: torch sees no CUDA device here; use device=cpu", field="device")
     return torch.device("cuda:0" if name == "cuda" else "cpu")
 

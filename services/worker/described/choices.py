@@ -5,7 +5,7 @@ smallest of their values.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +15,16 @@ from services.common.flags import as_text
 from services.worker.described.checkpoint import active_parameters
 from services.worker.described.config import ModelConfig
 from services.worker.described.forms import IN_DTYPE, layer_forms
-from services.worker.described.memory import BFLOAT16, FLOAT32, FP8, footprint, margin, page_bytes, weight_bytes
+from services.worker.described.memory import (
+    BFLOAT16,
+    FLOAT32,
+    FP8,
+    INTEGER_BITS,
+    footprint,
+    margin,
+    page_bytes,
+    weight_bytes,
+)
 from services.worker.described.ranks import Ranks
 from services.worker.described.refusals import ROW_WISE_PRODUCTS
 from services.worker.described.shares import local_config
@@ -41,6 +50,7 @@ _LAUNCHED_SLOWLY = "larger steps take the device longer than the host to launch 
 _SHARE_OF_STEPS = 0.25
 _CPU_SEQUENCES, _CPU_TOKENS, _CPU_CACHE = 256, 2048, 128 * 1024
 _SET = "set by you"
+_EXPERTS_IN_DTYPE = f"{_SET}; the experts stay in dtype, and only the other matrices become integers"
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,8 @@ class _Chooser(ABC):
         self._config, self._device, self._model, self._ranks, self._layers = config, device, model, ranks, layers
         self._values: dict[str, Any] = {name: getattr(config, name) for name in NAMES}
         self._reasons = dict.fromkeys(NAMES, _SET)
+        if model.experts and config.quantization in INTEGER_BITS:
+            self._reasons["quantization"] = _EXPERTS_IN_DTYPE
         self._auto = frozenset(name for name in NAMES if self._values[name] == "auto")
 
     def choose(self) -> tuple[ChosenWorkerConfig, tuple[FlagChoice, ...]]:
@@ -291,6 +303,23 @@ def choose_quantization(config: WorkerConfig, device: Device, model: ModelConfig
     other = next(each for each in forms if each.form == IN_DTYPE)
     reason = other.reason or "the checkpoint does not quantize them"
     return "checkpoint", f"{stay}, except in {len(forms) - len(kept)} of {len(forms)} layers: {reason}"
+
+
+def explained_quantization(model: ModelConfig, choices: Iterable[FlagChoice]) -> FlagChoice | None:
+    """Return the choice of ``quantization`` with its reason, or None if the reason is plain.
+
+    It is not plain if the checkpoint of ``model`` is quantized, or if a part of the model keeps ``dtype``.
+    """
+    choice = next(each for each in choices if each.name == "quantization")
+    return choice if model.quantization is not None or choice.reason == _EXPERTS_IN_DTYPE else None
+
+
+def settings_of(model: ModelConfig, choices: Iterable[FlagChoice]) -> dict[str, str]:
+    """Return the values of ``choices`` by flag for the log, with ``explained_quantization`` if there is one."""
+    choices = tuple(choices)
+    explained = explained_quantization(model, choices)
+    reason = {} if explained is None else {"quantization_reason": explained.reason}
+    return {each.name: each.value for each in choices} | reason
 
 
 def refuse_impossible_quantization(config: WorkerConfig, device: Device, model: ModelConfig, ranks: Ranks) -> None:

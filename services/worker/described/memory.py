@@ -4,7 +4,7 @@ They follow from the flags and ``config.json`` alone, so ``toka-doctor`` can com
 starting a worker.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.common.config import ChosenWorkerConfig
@@ -19,7 +19,7 @@ from services.worker.described.shares import local_config
 FLOAT32, BFLOAT16, FP8 = 4, 2, 1  # bytes per element; float16 has the size of bfloat16
 INTEGER_GROUP = 32  # inputs that share a scale of integer weights
 PANEL_COLUMNS = 64  # outputs in a panel, in which CPUs store weights
-_INTEGER_BITS = {"int8": 8, "int4": 4}
+INTEGER_BITS = {"int8": 8, "int4": 4}
 # Projections that are one matrix, with the name of the first.
 _TOGETHER = {
     "q_proj": "q_proj",
@@ -181,10 +181,13 @@ def weight_bytes(model: ModelConfig, ranks: Ranks, layers: range, item: int, qua
     kept = quantization == "checkpoint"
     forms = [each.form for each in layer_forms(model, ranks, layers)] if kept else [IN_DTYPE] * len(layers)
     quantization = "none" if kept else quantization
+    integers = quantization in INTEGER_BITS
     total = sum(
-        _tensor_bytes(shape, item, quantization) if form == IN_DTYPE else _kept_bytes(shape, item, form)
+        _tensor_bytes(shape, item, "none" if integers and _is_routed(name) else quantization)
+        if form == IN_DTYPE
+        else _kept_bytes(shape, item, form)
         for layer, form in zip(local.layers, forms, strict=True)
-        for shape in _joined(layer_shapes(local, layer, adds_bias=ranks.tp_rank == 0))
+        for name, shape in _joined(layer_shapes(local, layer, adds_bias=ranks.tp_rank == 0)).items()
     )
     first, last = layers.start == 0, layers.stop == len(model.layers)
     vocabulary = (local.vocab_size, model.hidden_size)
@@ -210,8 +213,13 @@ def _kept_bytes(shape: Shape, item: int, form: WeightForm) -> int:
     return rows * columns * FP8 + scales * FLOAT32
 
 
-def _joined(shapes: Mapping[str, Shape]) -> Iterator[Shape]:
-    """Yield the shapes of a layer's tensors, with projections of the same input as one matrix."""
+def _is_routed(name: str) -> bool:
+    """Return whether ``name`` is a tensor of routed experts, a router, or the gate of the shared expert."""
+    return name.startswith(("mlp.experts.", "mlp.gate.", "mlp.shared_expert_gate."))
+
+
+def _joined(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the shapes of a layer's tensors by name, with projections of the same input as one matrix."""
     joined: dict[str, Shape] = {}
     for name, shape in shapes.items():
         *_, module, kind = name.split(".")
@@ -221,7 +229,7 @@ def _joined(shapes: Mapping[str, Shape]) -> Iterator[Shape]:
             joined[first] = (rows + shape[0], *shape[1:])
         else:
             joined[name] = shape
-    yield from joined.values()
+    return joined
 
 
 def grouped_size(inputs: int) -> int:
@@ -239,7 +247,7 @@ def _tensor_bytes(shape: tuple[int, ...], item: int, quantization: str = "none")
     if len(shape) == 1:
         return shape[0] * item
     rows, columns = shape
-    if bits := _INTEGER_BITS.get(quantization):
+    if bits := INTEGER_BITS.get(quantization):
         padded = -(-rows // PANEL_COLUMNS) * PANEL_COLUMNS
         on_cpu = padded * (columns // INTEGER_GROUP) * BFLOAT16 * (8 // bits)
         return padded * columns * bits // 8 + max(on_cpu, rows * (columns // grouped_size(columns)) * FLOAT32)

@@ -111,19 +111,14 @@ def refuse_unquantizable_sizes(config: ModelConfig, tp_size: int) -> None:
 def refuse_integer_weights(config: ModelConfig, quantization: str, tp_size: int) -> None:
     """Raise ``InvalidRequest`` if a matrix of ``config`` does not support ``quantization``, int8 or int4.
 
-    ``config`` describes the share of each of ``tp_size`` ranks.
+    Experts stay in the model's dtype, so their width does not matter. ``config`` describes the share of each of
+    ``tp_size`` ranks.
     """
-    flag = f"flag quantization={quantization}"
-    if config.experts:
-        raise InvalidRequest(
-            f"{flag}: the model is a mixture of experts, whose weights cannot be integers; use quantization=none",
-            field="quantization",
-        )
-    sizes = {
-        "hidden_size": config.hidden_size,
-        "num_attention_heads * head_dim": config.heads * config.head_dim,
-        "intermediate_size": config.intermediate_size,
-    }
+    sizes = {"hidden_size": config.hidden_size, "num_attention_heads * head_dim": config.heads * config.head_dim}
+    if config.has_dense_layers:
+        sizes["intermediate_size"] = config.intermediate_size
+    for experts in config.experts:
+        sizes["width of the shared expert"] = experts.shared_width
     _refuse_other_multiples(quantization, sizes, INTEGER_GROUP, tp_size)
 
 
