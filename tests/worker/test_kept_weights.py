@@ -200,6 +200,21 @@ def test_values_in_fp8_that_are_not_finite_are_refused_in_an_update(directories,
         staging.stage(broken, model, model.config)
 
 
+@pytest.mark.parametrize("ranks", [Ranks(), Ranks(1, 2)], ids=str)
+def test_an_update_of_which_one_tensor_is_refused_changes_nothing(ranks, directories, tmp_path):
+    directory, module = directories(CASES["gptq-128"][0])[0], "model.layers.1.mlp.up_proj"
+    model, changed = loaded(directory, ranks), shutil.copytree(directory, tmp_path / "m")
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    tensors = load_file(changed / "model.safetensors")
+    added = {name: tensor + 1 for name, tensor in tensors.items() if tensor.is_floating_point()}
+    files.change_tensors(changed, **added, **{f"{module}.qzeros": tensors[f"{module}.qzeros"] - 1})
+    staged = staging.stage(changed, model, model.config)
+    with pytest.raises(InvalidRequest, match=f"the update: {module}.weight cannot stay quantized: it has zero points"):
+        staging.apply(staged, model)
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor.view(torch.uint8), before[key].view(torch.uint8)), key
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_plain_tensors_of_an_update_are_quantized(name, directories):
     directory, exact = directories(CASES[name][0])

@@ -136,20 +136,24 @@ class BlockRows:
         """Return whether ``copy_quantized`` takes weights of ``scheme``."""
         return scheme.kind == "float" and scheme.block == (BLOCK, BLOCK)
 
-    def copy_quantized(self, weight: QuantizedWeight) -> None:
-        """Store the values of ``weight [outputs, inputs]``, in fp8 with scales of blocks, unchanged.
-
-        It begins with a block, also where it is a part of a checkpoint's tensor. Raises ``ValueError`` for other
-        weights.
-        """
+    def check_quantized(self, weight: QuantizedWeight) -> None:
+        """Raise ``ValueError`` if ``copy_quantized`` would refuse ``weight``."""
         codes, scales = weight.codes, weight.scales
         if codes.dtype != FP8 or codes.shape != self.shape or scales.shape != self._scale.shape:
             raise ValueError(
                 f"codes {list(codes.shape)} {codes.dtype} with scales {list(scales.shape)}: expected"
                 f" {list(self.shape)} {FP8} with scales {list(self._scale.shape)}; dequantize the weight first"
             )
-        self._weight.copy_(codes)
-        self._scale.copy_(scales)
+
+    def copy_quantized(self, weight: QuantizedWeight) -> None:
+        """Store the values of ``weight [outputs, inputs]``, in fp8 with scales of blocks, unchanged.
+
+        It begins with a block, also where it is a part of a checkpoint's tensor. Raises ``ValueError`` for other
+        weights.
+        """
+        self.check_quantized(weight)
+        self._weight.copy_(weight.codes)
+        self._scale.copy_(weight.scales)
 
     def copy_to(self, rows: torch.Tensor) -> None:
         """Copy the first values, multiplied by their scales, to ``rows [rows, inputs]`` float32."""

@@ -132,19 +132,23 @@ class QuantizedRows:
         block = scheme.block or (1, ALL)
         return scheme.kind == "float" and scheme.bits == _BITS and block[0] in (ALL, 1) and block[1] == ALL
 
-    def copy_quantized(self, weight: QuantizedWeight) -> None:
-        """Store the values of ``weight [outputs, inputs]``, in fp8 with a scale for all rows or for each row.
-
-        A scale of the whole tensor is stored for each row. Raises ``ValueError`` for other weights.
-        """
+    def check_quantized(self, weight: QuantizedWeight) -> None:
+        """Raise ``ValueError`` if ``copy_quantized`` would refuse ``weight``."""
         codes, scales = weight.codes, weight.scales
         if codes.dtype != FP8 or codes.shape != self.shape or tuple(scales.shape) not in ((1, 1), (len(codes), 1)):
             raise ValueError(
                 f"codes {list(codes.shape)} {codes.dtype} with scales {list(scales.shape)}: expected"
                 f" {list(self.shape)} {FP8} with a scale per tensor or per row; dequantize the weight first"
             )
-        self._weight.copy_(codes)
-        self._scale.copy_(scales.t().expand_as(self._scale))
+
+    def copy_quantized(self, weight: QuantizedWeight) -> None:
+        """Store the values of ``weight [outputs, inputs]``, in fp8 with a scale for all rows or for each row.
+
+        A scale of the whole tensor is stored for each row. Raises ``ValueError`` for other weights.
+        """
+        self.check_quantized(weight)
+        self._weight.copy_(weight.codes)
+        self._scale.copy_(weight.scales.t().expand_as(self._scale))
 
     def copy_to(self, rows: torch.Tensor) -> None:
         """Copy the first values, multiplied by their scales, to ``rows [rows, inputs]`` float32."""

@@ -169,42 +169,63 @@ class GroupedRows:
             and (linear.order is not None or not scheme.act_order)
         )
 
+    def check_quantized(self, weight: QuantizedWeight) -> None:
+        """Raise ``ValueError`` if ``copy_quantized`` would refuse ``weight``.
+
+        The orders of inputs of different parts are not compared.
+        """
+        if weight.columns is not None:
+            self._sorted(weight.columns)
+        scales, places = self._factors(weight)
+        groups = self._linear.inputs // self._linear.group
+        if len(scales) not in (1, self.shape[0]) or groups % scales.shape[1]:
+            raise ValueError(
+                f"scales {list(scales.shape)} for {self.shape[0]} outputs and {groups} groups: expected a row for each"
+                " output, or one row, and a divisor of the groups"
+            )
+        # NaN comes from a scale that is not finite.
+        if self._linear.offsets is None and places is not None and bool((places.abs() > 0).any()):
+            raise ValueError("it has zero points, and its settings say that it has none")
+
     def copy_quantized(self, weight: QuantizedWeight) -> None:
         """Store the values of ``weight [outputs, inputs]``, which are integers, unchanged.
 
         Its number of groups divides that of the layer. Raises ``ValueError`` if the layer cannot store the weight.
         """
-        _, codes, scales, zeros, columns = weight
+        self.check_quantized(weight)
+        codes, columns = weight.codes, weight.columns
         linear = self._linear
         if columns is not None:
             codes = codes[:, self._ordered(columns)]
         elif linear.order is not None and not torch.equal(linear.order, torch.arange(linear.inputs).to(self.device)):
             raise ValueError("the parts of the layer have different orders of inputs; store them in separate layers")
-        zero = middle(linear.bits)
-        shift = zero if codes.dtype == torch.int8 else 0
-        groups = linear.inputs // linear.group
-        scales, places = scales.float(), None
-        if zeros is not None or shift == 0:
-            places = ((zero - shift) - (0 if zeros is None else zeros.float())) * scales
+        scales, places = self._factors(weight)
         for first in range(0, len(codes), _QUANTIZED_ROWS):
             rows = codes[first : first + _QUANTIZED_ROWS].to(self.device)
             part = slice(first, first + len(rows))
-            stored = (rows.to(torch.int16) + shift).to(torch.uint8)
-            offsets = None if places is None else self._of_rows(places, part, groups)
-            self._store(first, stored, self._of_rows(scales, part, groups), offsets)
+            stored = (rows.to(torch.int16) + self._shift(codes)).to(torch.uint8)
+            offsets = None if places is None else self._of_rows(places, part)
+            self._store(first, stored, self._of_rows(scales, part), offsets)
 
     def copy_to(self, rows: torch.Tensor) -> None:
         """Copy the first values, as the product reads them, to ``rows [rows, inputs]`` float32."""
         rows.copy_(self._linear.dequantized(self._start, self._start + len(rows)))
 
-    def _of_rows(self, blocks: torch.Tensor, part: slice, groups: int) -> torch.Tensor:
+    def _shift(self, codes: torch.Tensor) -> int:
+        """Return what is added to ``codes``, which are int8 or uint8, before they are stored."""
+        return middle(self._linear.bits) if codes.dtype == torch.int8 else 0
+
+    def _factors(self, weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the scales of ``weight`` in float32, and the offsets of its groups, of the same shape, or None."""
+        scales, zeros, shift = weight.scales.float(), weight.zeros, self._shift(weight.codes)
+        if zeros is None and shift:
+            return scales, None
+        return scales, (middle(self._linear.bits) - shift - (0 if zeros is None else zeros.float())) * scales
+
+    def _of_rows(self, blocks: torch.Tensor, part: slice) -> torch.Tensor:
         """Return the values of the rows ``part``, ``[rows, groups]``. ``blocks`` are for one row or for all rows."""
         rows = blocks if len(blocks) == 1 else blocks[part]
-        if len(blocks) not in (1, self.shape[0]) or groups % blocks.shape[1]:
-            raise ValueError(
-                f"scales {list(blocks.shape)} for {self.shape[0]} outputs and {groups} groups: expected a row for each"
-                " output, or one row, and a divisor of the groups"
-            )
+        groups = self._linear.inputs // self._linear.group
         return rows.to(self.device).repeat_interleave(groups // blocks.shape[1], dim=1)
 
     def _store(self, first: int, codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None) -> None:
@@ -215,21 +236,26 @@ class GroupedRows:
         linear.scales[:, place] = scales.t()
         if linear.offsets is not None:
             linear.offsets[:, place] = 0 if offsets is None else offsets.t()
-        elif offsets is not None and bool((offsets.abs() > 0).any()):  # NaN comes from a scale that is not finite
-            raise ValueError("it has zero points, and its settings say that it has none")
 
-    def _ordered(self, columns: torch.Tensor) -> torch.Tensor:
-        """Return the inputs sorted by their group, and store them in the layer."""
-        linear = self._linear
-        if linear.order is None:
+    def _sorted(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return the inputs sorted by their group.
+
+        Raises ``ValueError`` if the layer stores no order of inputs, or the groups have different sizes.
+        """
+        if self._linear.order is None:
             raise ValueError(
                 "inputs of a group are not neighbours (g_idx), and the settings say that they are (desc_act)"
             )
-        order = columns.argsort(stable=True)
         sizes = columns.bincount()
         if bool((sizes != sizes[0]).any()):
             raise ValueError(f"the groups have {int(sizes.min())} to {int(sizes.max())} inputs; they must be equal")
-        if self._start and not torch.equal(linear.order, order.to(self.device)):
+        return columns.argsort(stable=True)
+
+    def _ordered(self, columns: torch.Tensor) -> torch.Tensor:
+        """Return the inputs sorted by their group, and store them in the layer."""
+        order, stored = self._sorted(columns), self._linear.order
+        assert stored is not None
+        if self._start and not torch.equal(stored, order.to(self.device)):
             raise ValueError("the parts of the layer have different orders of inputs; store them in separate layers")
-        linear.order.copy_(order)
+        stored.copy_(order)
         return order

@@ -46,10 +46,18 @@ class SliceTarget:
         span = slice(self._share.start, self._share.start + self._share.size)
         self.target.copy_(stored[:, span] if self._dimension else stored[span])
 
+    def check_quantized(self, weight: QuantizedWeight) -> None:
+        """Raise ``ValueError`` if ``copy_quantized`` would refuse ``weight``."""
+        if self._share.size:
+            self.target.check_quantized(self._share_of(weight))
+
     def copy_quantized(self, weight: QuantizedWeight) -> None:
         """Store the share of ``weight``, the whole weight. Raises ``ValueError`` if it cuts a block."""
         if self._share.size:
-            self.target.copy_quantized(weight.narrow(self._dimension, self._share.start, self._share.size))
+            self.target.copy_quantized(self._share_of(weight))
+
+    def _share_of(self, weight: QuantizedWeight) -> QuantizedWeight:
+        return weight.narrow(self._dimension, self._share.start, self._share.size)
 
     def copy_to(self, rows: torch.Tensor) -> None:
         """Copy the share to the first rows of the whole tensor, ``rows`` float32."""

@@ -96,11 +96,18 @@ def check_unused(place: str, tensors: Mapping[str, StoredTensor], expected: Coll
 
 @torch.no_grad()
 def apply(staged: Staged, model: DecoderModel) -> None:
-    """Write ``staged`` over the weights of ``model``, in place. No step may run."""
+    """Write ``staged`` over the weights of ``model``, in place. No step may run.
+
+    Raises ``InvalidRequest`` if a quantized tensor does not fit the model. Then nothing is written.
+    """
     targets = model.targets()
     for name, tensor in staged.tensors.items():
         if isinstance(tensor, QuantizedWeight):
-            weights.store_quantized(targets[name], tensor, "the update", name)
+            with weights.refusing_unfit("the update", name):
+                targets[name].check_quantized(tensor)
+    for name, tensor in staged.tensors.items():
+        if isinstance(tensor, QuantizedWeight):
+            targets[name].copy_quantized(tensor)
         else:
             targets[name].copy_(tensor)
 

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,6 @@ from services.common.model.checkpoint_files import FLOATS, StoredTensor
 from services.common.model.quantized.checkpoint import read_checkpoint
 from services.worker.described.checkpoint import EMBEDDING, HEAD, checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
-from services.worker.layers.quantized_weight import QuantizedWeight
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.experts import Experts
 from services.worker.models.load_targets import keeps
@@ -34,7 +33,8 @@ class LoadTarget(Protocol):
     """Destination of a checkpoint tensor: a tensor, or an object that stores it in another form.
 
     A target that needs only a part of the tensor also has ``read``. Its argument is the result of ``get_slice`` of
-    ``safetensors``. ``copy_rows`` is the inverse of ``copy_``.
+    ``safetensors``. A target that ``keeps`` quantized weights also has ``check_quantized`` and ``copy_quantized``.
+    ``copy_rows`` is the inverse of ``copy_``.
     """
 
     shape: torch.Size
@@ -176,21 +176,24 @@ def _check_shape(place: Path | str, name: str, shape: Sequence[int], expected: S
         )
 
 
-def store_quantized(target: Any, weight: QuantizedWeight, place: Path | str, name: str) -> None:
-    """Store ``weight`` in a target that keeps it. Raises ``InvalidRequest`` if its parts do not fit the target."""
+@contextlib.contextmanager
+def refusing_unfit(place: Path | str, name: str) -> Iterator[None]:
+    """Replace ``ValueError`` from the target of ``name``, a quantized tensor of ``place``, by ``InvalidRequest``."""
     try:
-        target.copy_quantized(weight)
+        yield
     except ValueError as error:
         raise InvalidRequest(
             f"{place}: {name} cannot stay quantized: {error}; use quantization=none", field="quantization"
         ) from error
 
 
-def _fill(target: LoadTarget, shard: Any, name: str, path: Path) -> None:
+def _fill(target: Any, shard: Any, name: str, path: Path) -> None:
     stored = shard.get_slice(name)
     _check_shape(path, name, stored.get_shape(), target.shape)
     if isinstance(stored, QuantizedSlice) and keeps(target, stored.scheme):
-        store_quantized(target, stored.weight(), path, name)
+        weight = stored.weight()
+        with refusing_unfit(path, name):
+            target.copy_quantized(weight)
     elif hasattr(target, "read"):
         target.read(stored)
     else:
