@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from services.common.errors import InvalidRequest
 from services.common.model.json_object import read_json
@@ -323,6 +324,23 @@ def test_layers_that_are_not_quantized_stay_in_dtype(checkpoint, tmp_path):
     directory, exact = files.write_quantized(source, tmp_path / "m", files.pack_quantized(32), settings, chosen=chosen)
     assert [each.form for each in forms_of(directory)] == [WeightForm("grouped", 4, 32, False), IN_DTYPE]
     torch.testing.assert_close(logits_of(loaded(directory)), logits_of(loaded(exact, kept=False)), rtol=0, atol=1e-4)
+
+
+def test_plain_weights_that_the_settings_call_quantized_are_quantized_with_a_line_in_the_log(directories, tmp_path):
+    directory, exact = directories(CASES["gptq-32"][0])
+    changed, modules = shutil.copytree(directory, tmp_path / "m"), [f"model.layers.{each}.mlp.up_proj" for each in "01"]
+    plain = {f"{module}.weight": load_file(exact / "model.safetensors")[f"{module}.weight"] for module in modules}
+    parts = {f"{module}.{part}": None for module in modules for part in ("qweight", "qzeros", "scales", "g_idx")}
+    files.change_tensors(changed, **parts | plain)
+    with capture_logs() as logs:
+        model = loaded(changed)
+    [line] = logs
+    assert (line["log_level"], line["count"], line["modules"]) == ("warning", 2, ", ".join(modules))
+    assert all(is_quantized(model, f"{module}.weight") for module in modules)
+    with capture_logs() as logs:  # on CPUs they stay in dtype
+        loaded(changed, kept=False)
+        loaded(directory)
+    assert not logs
 
 
 def test_a_model_without_settings_has_no_scheme(checkpoint):

@@ -25,9 +25,11 @@ from services.worker.models.quantized_weight import read_experts, read_weight
 class QuantizedShards:
     """The open files of a checkpoint, with the methods of ``safe_open`` of ``safetensors`` that loading uses."""
 
-    def __init__(self, files: dict[str, Any], found: dict[str, QuantizedTensor], used: set[str]) -> None:
+    def __init__(
+        self, quantization: Quantization, files: dict[str, Any], found: dict[str, QuantizedTensor], used: set[str]
+    ) -> None:
         """``files`` are the open files by the names of their tensors. ``found`` and ``used`` are from ``parts_of``."""
-        self._files, self._found, self._used = files, found, used
+        self._quantization, self._files, self._found, self._used = quantization, files, found, used
 
     def keys(self) -> list[str]:
         """Return the names of the tensors."""
@@ -37,6 +39,11 @@ class QuantizedShards:
         """Return whether ``name`` is the bias of a quantized module and zero. AutoGPTQ writes it for each module."""
         module, _, part = name.rpartition(".")
         return part == "bias" and f"{module}.weight" in self._found and not self._files[name].get_tensor(name).any()
+
+    def unused_scheme(self, name: str) -> Scheme | None:
+        """Return the scheme of a weight by ``quantization_config``, if the files have it without quantization."""
+        module, _, part = name.rpartition(".")
+        return None if part != "weight" or name in self._found else self._quantization.scheme_of(module)
 
     def get_slice(self, name: str) -> Any:
         """Return a tensor that is not read yet."""
@@ -109,7 +116,7 @@ def open_quantized(directory: Path, quantization: Quantization) -> Iterator[Quan
         for shard in shards:
             file = stack.enter_context(safetensors.safe_open(shard.path, framework="pt"))
             files |= dict.fromkeys(shard.tensors, file)
-        yield QuantizedShards(files, found, used)
+        yield QuantizedShards(quantization, files, found, used)
 
 
 def weight_files(directory: Path) -> Iterator[tuple[Path, Callable[[], Any]]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import safetensors
+import structlog
 import torch
 
 from services.common.errors import InvalidRequest
@@ -24,9 +25,12 @@ from services.worker.models.quantized_shards import QuantizedShards, QuantizedSl
 # Standard deviation that models are commonly initialised with before training.
 _DEVIATION = 0.02
 _COMPARED_ROWS = 1024  # of a vocabulary at once
+_LOGGED_MODULES = 8
 # Ratio of the largest factor of a router's rows to the smallest.
 _ROUTER_SKEW = 4.0
 _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
+
+log = structlog.get_logger(__name__)
 
 
 class LoadTarget(Protocol):
@@ -81,6 +85,7 @@ def load(directory: Path, targets: Mapping[str, LoadTarget], model: ModelConfig)
     known = checkpoint_shapes(model).keys()
     missing = set(targets)
     unexpected: list[str] = []
+    converted: list[str] = []
     for path, opened in weight_files(directory):
         try:
             with opened() as shard:
@@ -88,6 +93,8 @@ def load(directory: Path, targets: Mapping[str, LoadTarget], model: ModelConfig)
                     if name in targets:
                         _fill(targets[name], shard, name, path)
                         missing.discard(name)
+                        if _is_quantized_here(targets[name], shard, name):
+                            converted.append(name.removesuffix(".weight"))
                     elif name not in known and not is_ignored(name, model) and not _is_zero_bias(shard, name):
                         unexpected.append(name)
         except (safetensors.SafetensorError, OSError) as error:
@@ -98,6 +105,12 @@ def load(directory: Path, targets: Mapping[str, LoadTarget], model: ModelConfig)
             f"{directory}: {len(unexpected)} tensors have no place in this architecture, e.g. {min(unexpected)};"
             " config.json and the weights do not belong together",
             field="model",
+        )
+    if converted:
+        log.warning(
+            "weights quantized at load, as quantization_config says; the checkpoint has them without quantization",
+            count=len(converted),
+            modules=", ".join(converted[:_LOGGED_MODULES]) + (", ..." if len(converted) > _LOGGED_MODULES else ""),
         )
 
 
@@ -139,6 +152,12 @@ def _are_equal(directory: Path) -> bool:
 
 def _is_zero_bias(shard: Any, name: str) -> bool:
     return isinstance(shard, QuantizedShards) and shard.is_zero_bias(name)
+
+
+def _is_quantized_here(target: LoadTarget, shard: Any, name: str) -> bool:
+    """Return whether ``target`` quantizes a tensor that ``shard`` should have quantized, and has not."""
+    scheme = shard.unused_scheme(name) if isinstance(shard, QuantizedShards) else None
+    return scheme is not None and keeps(target, scheme)
 
 
 def _skew(router: torch.Tensor) -> None:
