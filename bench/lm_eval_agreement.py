@@ -1,10 +1,11 @@
-"""Compare lm-evaluation-harness on our server and on transformers: ``python -m bench.lm_eval_agreement``.
+"""Compare lm-evaluation-harness on our server and on transformers: ``python -m bench.lm_eval_agreement [model=...]``.
 
 Runs two small tasks (``bench/data/lm_eval``), one by log-likelihood and one by generated text. ``lm_eval`` runs each
 twice: with our server (``--model local-completions``) and with the same checkpoint in transformers (``--model hf``),
-both in float32 on this machine's CPU. Needs ``pip install 'lm_eval[api,hf]'``, which is in no extra because it is
-large, and the repository's root as the working directory. The last line is one JSON object. The exit status is 1 if a
-score, a text or a log-likelihood differs.
+both in float32 on this machine's CPU. Both compute the tokens of the tokenizer of transformers. ``model`` is as for
+``toka``, and on this machine: ``builtin``, ``smollm2``, a directory or a GGUF file. Needs ``pip install
+'lm_eval[api,hf]'``, which is in no extra because it is large, and the repository's root as the working directory. The
+last line is one JSON object. The exit status is 1 if a score, a text or a log-likelihood differs.
 """
 
 import importlib.util
@@ -13,6 +14,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +26,17 @@ from rich.table import Table
 from bench.server import report, serve
 from services.common.config import from_command_line
 from services.common.flags import Config, Float, Int
+from services.common.model.files import resolve
+from services.common.model.gguf_file import is_gguf
 
 TASKS = Path("bench/data/lm_eval")
 CHOICE, WORKED = "toka_choice", "toka_worked"
-MODEL = Path("services/common/builtin_model")
 
 
 class AgreementConfig(Config):
     """The flags."""
 
+    model: str = Field("builtin", description="a model on this machine, as for toka")
     limit: Int = Field(40, ge=1, le=40, description="documents of each task")
     concurrent: Int = Field(8, ge=1, description="concurrent requests")
     tolerance: Float = Field(1e-3, gt=0, description="allowed difference of log-likelihoods")
@@ -73,17 +78,33 @@ def _samples(written: Path, task: str) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["doc_id"])
 
 
+@contextmanager
+def reference(model: str) -> Iterator[dict[str, Any]]:
+    """Return arguments of ``hf`` for ``model``. The directory of the tokenizer exists inside the context."""
+    import transformers  # takes time to load
+
+    path = resolve(model, weights=True).resolve()
+    if not is_gguf(path):
+        yield {"pretrained": path, "tokenizer": path}
+        return
+    with tempfile.TemporaryDirectory() as directory:  # the harness reads the tokenizer of a GGUF file for ``hf`` only
+        transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(directory)
+        yield {"pretrained": path.parent, "gguf_file": path.name, "tokenizer": directory}
+
+
 def measure(config: AgreementConfig) -> dict[str, Any]:
-    theirs = evaluate(config, "hf", {"pretrained": MODEL, "dtype": "float32"})
-    with serve(device="cpu", dtype="float32", store_url="none") as server:
-        ours = evaluate(
-            config,
-            "local-completions",
-            {
-                "model": server.model, "base_url": f"{server.base_url}/v1/completions", "tokenizer": MODEL.resolve(),
-                "tokenizer_backend": "huggingface", "num_concurrent": config.concurrent, "max_length": 2048,
-            },
-        )  # fmt: skip
+    with reference(config.model) as arguments:
+        theirs = evaluate(config, "hf", {"dtype": "float32"} | arguments)
+        with serve(model=config.model, device="cpu", dtype="float32", store_url="none") as server:
+            ours = evaluate(
+                config,
+                "local-completions",
+                {
+                    "model": server.model, "base_url": f"{server.base_url}/v1/completions", "max_length": 2048,
+                    "tokenizer_backend": "huggingface", "tokenizer": arguments["tokenizer"],
+                    "num_concurrent": config.concurrent,
+                },
+            )  # fmt: skip
     pairs = list(zip(ours["loglikelihoods"], theirs["loglikelihoods"], strict=True))
     return {
         "acc": {"ours": ours["acc"], "hf": theirs["acc"]},
