@@ -5,18 +5,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from structlog.testing import capture_logs
 
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
+from services.common.model.json_object import read_json
 from services.worker.boot.common import boot
+from services.worker.described.refusals import refuse_integer_weights
+from services.worker.described.registry import read_model_config
 from services.worker.layers import products_cpu
 from services.worker.layers.factory import make_linear
-from services.worker.layers.integers import IntegerLinear, to_integers
+from services.worker.layers.grouped import GroupedLinear
+from services.worker.layers.integers import IntegerLinear, dequantized, to_integers
+from services.worker.layers.kernels import TorchKernels
 from services.worker.layers.linear import Linear
-from services.worker.models import fused_cpu
+from services.worker.models import fused_cpu, weights
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.experts import Experts
+from services.worker.models.experts import Experts, storage_like
 from services.worker.runner.runner import StepRunner
 from tests import real_model
 from tests.gguf_files import write_gguf
@@ -26,11 +30,11 @@ from tests.worker.small_models import CPU, one_sequence, small_config, small_mod
 from tests.worker.test_quantization import fill
 
 BITS, QUANTIZATIONS = (8, 4), ("int8", "int4")
-# Mixtures of experts, with the arguments of their checkpoints. The shared expert of GLM has whole groups.
-MIXTURES: dict[str, dict] = {
-    "qwen3_moe": {},
+# Mixtures of experts, with arguments of their checkpoints for whole groups, also on each of two ranks.
+MIXTURES = {
+    "qwen3_moe": {"moe_intermediate_size": 64},
     "glm4_moe": {"moe_intermediate_size": 64, "intermediate_size": 192},
-    "mixtral": {},
+    "mixtral": {"intermediate_size": 128},
 }
 PROMPTS = ([3 + index * 7 % 300 for index in range(40)], [5, 6], list(range(20, 90)))
 
@@ -129,7 +133,7 @@ def test_many_rows_are_the_same_on_processors_with_few_registers(bits, monkeypat
 
 
 def as_floats(model: DecoderModel) -> DecoderModel:
-    """Replace the integer layers of ``model`` by plain ones with the same weights in float32. Return it."""
+    """Replace the integer layers and experts of ``model`` by plain ones with the same weights in float32. Return it."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, IntegerLinear):
@@ -138,7 +142,20 @@ def as_floats(model: DecoderModel) -> DecoderModel:
                     plain.weight.copy_(child.dequantized())
                 plain.bias = child.bias
                 setattr(parent, name, plain)
+        if isinstance(parent, Experts) and parent.gate_up_scale is not None:
+            for name, values in as_float_experts(parent).items():
+                setattr(parent, name, values)
     return model
+
+
+def as_float_experts(experts: Experts) -> dict[str, torch.Tensor | None]:
+    """Return the matrices of integer experts in float32, and no scales, by the names of ``Experts``."""
+    width, hidden = experts.features.width, experts.router.shape[1]
+    found: dict[str, torch.Tensor | None] = {"gate_up_scale": None, "down_matrix_scale": None}
+    for name, outputs in (("gate_up", 2 * width), ("down_matrix", hidden)):
+        pairs = zip(getattr(experts, name), getattr(experts, f"{name}_scale"), strict=True)
+        found[name] = torch.stack([dequantized(weight, scale, outputs).t() for weight, scale in pairs])
+    return found
 
 
 def plain_logits(model: DecoderModel, tokens: list[int]) -> torch.Tensor:
@@ -223,21 +240,57 @@ def test_unsupported_sizes_and_devices_are_refused(changes, device, tp_size, mes
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 @pytest.mark.parametrize("architecture", MIXTURES)
-def test_the_experts_of_a_mixture_stay_in_dtype_and_the_log_says_so(architecture, quantization, checkpoint):
-    """GLM has dense layers and shared experts, which are integers."""
+def test_a_mixture_gives_the_tokens_of_the_dequantized_weights(architecture, quantization, checkpoint):
+    """GLM has dense layers and shared experts too."""
     flags = {"device": "cpu", "kv_cache_num_tokens": 4096, "torch_num_threads": 2, "quantization": quantization}
-    with capture_logs() as logs:
-        booted = boot(WorkerConfig(model=str(checkpoint(architecture, **MIXTURES[architecture])), **flags))
+    booted = boot(WorkerConfig(model=str(checkpoint(architecture, **MIXTURES[architecture])), **flags))
     model = booted.loaded.model
     mixtures = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)]
-    assert {each.gate_up.dtype for each in mixtures} == {torch.float32}
+    assert {each.gate_up.dtype for each in mixtures} == {torch.int8 if quantization == "int8" else torch.uint8}
     assert all(each.shared is None or isinstance(each.shared.inner, IntegerLinear) for each in mixtures)
-    assert all(isinstance(layer.attention.qkv, IntegerLinear) for layer in model.layers)
-    assert isinstance(model.head, IntegerLinear)
-    [settings_line] = [line for line in logs if line["event"] == "settings"]
-    assert "the experts stay in dtype" in settings_line["quantization_reason"]
+    assert {each.router.dtype for each in mixtures} == {torch.float32}
     check_against_floats(booted.runner, model, PROMPTS, 12)
     booted.runner.close()
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_experts_have_the_integers_of_their_checkpoint(quantization, checkpoint):
+    """gpt-oss has biases, and one tensor for the gates and ups of all experts."""
+    directory = checkpoint("gpt_oss", intermediate_size=96)
+    described = read_model_config(read_json(directory / "config.json"))
+    exact, narrow = (DecoderModel(described, torch.float32, CPU, TorchKernels(), each) for each in (
+        Linear, make_linear(described, torch.float32, CPU, quantization)
+    ))  # fmt: skip
+    for model in (exact, narrow):
+        weights.load(directory, model.targets(), described)
+    x = random(5, described.hidden_size)
+    for layer, other in zip(exact.layers, narrow.layers, strict=True):
+        found = as_float_experts(other.mlp)
+        for name, matrix in (("gate_up", layer.mlp.gate_up), ("down_matrix", layer.mlp.down_matrix)):
+            values, scales = to_integers(matrix.flatten(0, 1), int(quantization.removeprefix("int")))
+            expected = values.unflatten(1, (-1, 32)) * scales[..., :1].float()
+            expected = expected + scales[..., 1:].float() if quantization == "int4" else expected
+            # Sums of the search for scales are rounded otherwise for values in another order.
+            assert (found[name].flatten(0, 1) != expected.flatten(1)).float().mean() <= (quantization == "int4") / 100
+        mixed = other.mlp.down(x)
+        for name, values in found.items():
+            setattr(layer.mlp, name, values)
+        torch.testing.assert_close(mixed, layer.mlp.down(x), atol=1e-4, rtol=0)
+
+
+def test_experts_stay_in_dtype_on_gpus():
+    """As the checkpoint has them there, because ``GroupedLinear`` has no product of experts."""
+    assert storage_like(GroupedLinear(64, 64, bits=4)) == "dtype"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_width_of_experts_matters_where_they_are_integers(device, checkpoint):
+    config = read_model_config(read_json(checkpoint("qwen3_moe") / "config.json"))
+    if device == "cuda":
+        refuse_integer_weights(config, "int8", 1, device)
+    else:
+        with pytest.raises(InvalidRequest, match="width of an expert is 48, which is not a multiple of 32; use quant"):
+            refuse_integer_weights(config, "int8", 1, device)
 
 
 def test_the_embedding_keeps_its_dtype_and_the_head_has_8_bits():

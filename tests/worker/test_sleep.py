@@ -59,6 +59,7 @@ CASES = [
     ("llama", {}, {"load_format": "dummy"}),
     *(("llama", {"tied": True}, {"quantization": each}) for each in ("fp8", "int8", "int4")),
     ("qwen3_moe", {}, {"dtype": "bfloat16"}),
+    ("qwen3_moe", {"moe_intermediate_size": 64}, {"quantization": "int4"}),
     pytest.param("llama", {}, {"torch_compile": True}, marks=pytest.mark.slow),
     *(
         pytest.param(*case, marks=[pytest.mark.gpu, needs_cuda, pytest.mark.timeout(600)])

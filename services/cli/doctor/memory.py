@@ -160,7 +160,7 @@ def _on_cpu(machine: Machine, shape: ModelShape) -> Iterator[Finding]:
     weights = cache = 0
     for ranks, layers in _ranks(machine, shape):
         local = local_config(shape.described, ranks, layers)
-        weights += weight_bytes(shape.described, ranks, layers, item, quantization)
+        weights += weight_bytes(shape.described, ranks, layers, item, quantization, "cpu")
         page = page_bytes(local, config.page_size, item, routed=config.return_routed_experts)
         cache += page * (requested // config.page_size)
     weights, cache, free = weights * config.dp_size, cache * config.dp_size, available_memory()

@@ -168,7 +168,7 @@ def boot(
                 " are free); use a smaller model, dtype=bfloat16, or end other programs",
                 field="model",
             )
-        needed = weight_bytes(described, ranks, layers, dtype.itemsize, chosen.quantization)
+        needed = weight_bytes(described, ranks, layers, dtype.itemsize, chosen.quantization, device.type)
         refuse_too_large_weights(config.model, needed + rotation_bytes(described), facts.total)
         if compiler is not None and device.type == "cuda" and not (chosen.torch_compile or described.foreign):
             installed = flashinfer_spans.installed(described.head_dim, cache_dtype(chosen, dtype))

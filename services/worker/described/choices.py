@@ -50,7 +50,7 @@ _LAUNCHED_SLOWLY = "larger steps take the device longer than the host to launch 
 _SHARE_OF_STEPS = 0.25
 _CPU_SEQUENCES, _CPU_TOKENS, _CPU_CACHE = 256, 2048, 128 * 1024
 _SET = "set by you"
-_EXPERTS_IN_DTYPE = f"{_SET}; the experts stay in dtype, and only the other matrices become integers"
+_EXPERTS_IN_DTYPE = f"{_SET}; the experts stay in dtype, because there is no product of their integers on cuda"
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class _Chooser(ABC):
         self._config, self._device, self._model, self._ranks, self._layers = config, device, model, ranks, layers
         self._values: dict[str, Any] = {name: getattr(config, name) for name in NAMES}
         self._reasons = dict.fromkeys(NAMES, _SET)
-        if model.experts and config.quantization in INTEGER_BITS:
+        if model.experts and config.quantization in INTEGER_BITS and device.kind == "cuda":
             self._reasons["quantization"] = _EXPERTS_IN_DTYPE
         self._auto = frozenset(name for name in NAMES if self._values[name] == "auto")
 
@@ -137,7 +137,9 @@ class _Chooser(ABC):
     def _weights(self, automatic: int) -> int:
         """Return the size of this rank's weights in bytes."""
         item = self._item(automatic)
-        return weight_bytes(self._model, self._ranks, self._layers, item, self._values["quantization"])
+        return weight_bytes(
+            self._model, self._ranks, self._layers, item, self._values["quantization"], self._device.kind
+        )
 
     def _page(self, automatic: int) -> int:
         """Return the size of a page of this rank's cache in bytes."""

@@ -170,10 +170,13 @@ def rotation_bytes(model: ModelConfig) -> int:
     return 2 * len(model.ropes) * model.max_context_tokens * model.head_dim * FLOAT32
 
 
-def weight_bytes(model: ModelConfig, ranks: Ranks, layers: range, item: int, quantization: str) -> int:
+def weight_bytes(
+    model: ModelConfig, ranks: Ranks, layers: range, item: int, quantization: str, device: str = "cuda"
+) -> int:
     """Return the size of the parameters of a rank that has ``layers`` of ``model``.
 
     ``item`` is the size of an element that is not quantized. ``quantization`` is the flag, but not ``auto``.
+    ``device`` is ``cpu``, or ``cuda``, where experts are no integers.
     """
     if model.parameters is not None:
         return model.parameters * item
@@ -181,9 +184,9 @@ def weight_bytes(model: ModelConfig, ranks: Ranks, layers: range, item: int, qua
     kept = quantization == "checkpoint"
     forms = [each.form for each in layer_forms(model, ranks, layers)] if kept else [IN_DTYPE] * len(layers)
     quantization = "none" if kept else quantization
-    integers = quantization in INTEGER_BITS
+    in_dtype = _in_dtype(device) if quantization in INTEGER_BITS else ()
     total = sum(
-        _tensor_bytes(shape, item, "none" if integers and _is_routed(name) else quantization)
+        _tensor_bytes(shape, item, "none" if name.startswith(in_dtype) else quantization, device)
         if form == IN_DTYPE
         else _kept_bytes(shape, item, form)
         for layer, form in zip(local.layers, forms, strict=True)
@@ -197,7 +200,7 @@ def weight_bytes(model: ModelConfig, ranks: Ranks, layers: range, item: int, qua
         total += _tensor_bytes(vocabulary, item)
     if last and separate:
         # The head has 8 bits with int4 too.
-        total += _tensor_bytes(vocabulary, item, "int8" if quantization == "int4" else quantization)
+        total += _tensor_bytes(vocabulary, item, "int8" if quantization == "int4" else quantization, device)
     return total + (_tensor_bytes((model.hidden_size,), item) if last else 0)
 
 
@@ -213,9 +216,9 @@ def _kept_bytes(shape: Shape, item: int, form: WeightForm) -> int:
     return rows * columns * FP8 + scales * FLOAT32
 
 
-def _is_routed(name: str) -> bool:
-    """Return whether ``name`` is a tensor of routed experts, a router, or the gate of the shared expert."""
-    return name.startswith(("mlp.experts.", "mlp.gate.", "mlp.shared_expert_gate."))
+def _in_dtype(device: str) -> tuple[str, ...]:
+    """Return the prefixes of the names of matrices in a layer that are no integers on ``device``."""
+    return ("mlp.gate.", "mlp.shared_expert_gate.", *(("mlp.experts.",) if device == "cuda" else ()))
 
 
 def _joined(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -237,18 +240,19 @@ def grouped_size(inputs: int) -> int:
     return next((size for size in (128, 64) if inputs % size == 0), INTEGER_GROUP)
 
 
-def _tensor_bytes(shape: tuple[int, ...], item: int, quantization: str = "none") -> int:
+def _tensor_bytes(shape: tuple[int, ...], item: int, quantization: str = "none", device: str = "cuda") -> int:
     """Return the size of a tensor. An fp8 matrix also has one float32 scale per row.
 
     On CPUs, an integer matrix has whole panels of rows, and per row and group a float16 scale, and with 4 bits an
-    offset. On CUDA it has a float32 scale for each group. The result is the larger of both sizes. Other matrices may
-    have whole panels of rows on CPUs, too. The result leaves out these at most 63 rows of zeros.
+    offset. On CUDA it has a float32 scale for each row and group. Other matrices may have whole panels of rows on CPUs,
+    too. The result leaves out these at most 63 rows of zeros.
     """
     if len(shape) == 1:
         return shape[0] * item
     rows, columns = shape
     if bits := INTEGER_BITS.get(quantization):
+        if device == "cuda":
+            return rows * columns * bits // 8 + rows * (columns // grouped_size(columns)) * FLOAT32
         padded = -(-rows // PANEL_COLUMNS) * PANEL_COLUMNS
-        on_cpu = padded * (columns // INTEGER_GROUP) * BFLOAT16 * (8 // bits)
-        return padded * columns * bits // 8 + max(on_cpu, rows * (columns // grouped_size(columns)) * FLOAT32)
+        return padded * columns * bits // 8 + padded * (columns // INTEGER_GROUP) * BFLOAT16 * (8 // bits)
     return rows * columns + rows * FLOAT32 if quantization == "fp8" else rows * columns * item

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.described.layer import Activation, RouterConfig
+from services.worker.described.memory import INTEGER_GROUP
 from services.worker.layers.activations import gated
 from services.worker.layers.block_fp8 import expand_blocks
 from services.worker.layers.operators import operator
@@ -23,7 +24,8 @@ class ExpertWeights(NamedTuple):
     down_bias: torch.Tensor | None  # [experts, hidden_size]
     first: int = 0  # number of the rank's first expert
     # If the weights are in fp8: float32 scales of rows, [experts, rows], or of blocks of 128 x 128, [experts, row
-    # blocks, column blocks]. The rows of gate and those of up are whole blocks.
+    # blocks, column blocks]. The rows of gate and those of up are whole blocks. If the weights are integers, both
+    # are as in ``IntegerLinear``, with a first dimension of experts.
     gate_up_scale: torch.Tensor | None = None
     down_scale: torch.Tensor | None = None
 
@@ -80,13 +82,14 @@ def _mix(x: torch.Tensor, experts: torch.Tensor, routed: torch.Tensor, *argument
     *fields, activation = arguments
     routes, weights = Routes(experts, routed), ExpertWeights(*fields)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    width = _width(weights)
     for index in range(weights.gate_up.shape[0]):
         tokens, choices = torch.where(routes.experts == weights.first + index)
         if not len(tokens):
             continue
-        rows = _product(x[tokens], weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, index)
+        rows = _product(x[tokens], weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, index, 2 * width)
         rows = gated(rows, activation)
-        rows = _product(rows, weights.down, weights.down_scale, weights.down_bias, index)
+        rows = _product(rows, weights.down, weights.down_scale, weights.down_bias, index, x.shape[1])
         total.index_add_(0, tokens, rows.float() * routes.weights[tokens, choices].unsqueeze(1))
     return total.to(x.dtype)
 
@@ -102,11 +105,33 @@ def _top(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values[:, :count], indices[:, :count]
 
 
+def _are_integers(matrices: torch.Tensor) -> bool:
+    return matrices.dtype in (torch.int8, torch.uint8)
+
+
+def _width(weights: ExpertWeights) -> int:
+    """Return the number of inputs of the last product of an expert."""
+    if _are_integers(weights.down) and weights.down_scale is not None:
+        return weights.down_scale.shape[2] * INTEGER_GROUP
+    return weights.down.shape[2]
+
+
 def _product(
-    rows: torch.Tensor, matrices: torch.Tensor, scales: torch.Tensor | None, biases: torch.Tensor | None, index: int
+    rows: torch.Tensor,
+    matrices: torch.Tensor,
+    scales: torch.Tensor | None,
+    biases: torch.Tensor | None,
+    index: int,
+    outputs: int,
 ) -> torch.Tensor:
-    """Return the product of ``rows`` with the matrix of expert ``index``. An fp8 matrix is converted first."""
+    """Return the product of ``rows`` with the matrix of expert ``index``, which has ``outputs`` rows.
+
+    An fp8 matrix is converted first.
+    """
     matrix = matrices[index]
+    if scales is not None and _are_integers(matrices):
+        product: torch.Tensor = torch.ops.tokasaurus.integer_product(rows, matrix, scales[index], outputs)
+        return product if biases is None else product + biases[index]
     if scales is not None:
         own = scales[index]
         factors = expand_blocks(own, *matrix.shape) if has_blocks(scales) else own.unsqueeze(1)

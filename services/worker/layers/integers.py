@@ -1,4 +1,4 @@
-"""Linear layers whose weights are integers of 8 or 4 bits, with scales for groups of 32 inputs. Only for CPUs.
+"""Weights that are integers of 8 or 4 bits, with scales for groups of 32 inputs, of linear layers. Only for CPUs.
 
 The values are those of GGUF's types Q8_0 and Q4_1, so weights that are read from such a file do not change. The head
 has 8 bits in both.
@@ -17,6 +17,7 @@ from services.worker.layers.parts import part_targets, spans
 _QUANTIZED_ROWS = 4 * PANEL_COLUMNS
 # Steps of the search for scales of 4 bits. Further steps gain less than 3 % of the squared error each.
 _SEARCH_STEPS = 4
+_DTYPES = {8: torch.int8, 4: torch.uint8}
 
 
 class Integers(NamedTuple):
@@ -100,10 +101,9 @@ class IntegerLinear(nn.Module):
         super().__init__()
         self.outputs = [outputs] if isinstance(outputs, int) else list(outputs)
         self.bits, self.inputs, self.width = bits, inputs, sum(self.outputs)
-        panels, groups = -(-self.width // PANEL_COLUMNS), inputs // INTEGER_GROUP
-        dtype = torch.int8 if bits == 8 else torch.uint8
-        self.register_buffer("weight", torch.zeros(panels, inputs * bits // 8, PANEL_COLUMNS, dtype=dtype))
-        self.register_buffer("scale", torch.zeros(panels, groups, 8 // bits, PANEL_COLUMNS, dtype=torch.float16))
+        weight, scale = zero_panels(self.width, inputs, bits)
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
         self.bias = nn.Parameter(torch.empty(self.width), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
@@ -122,34 +122,44 @@ class IntegerLinear(nn.Module):
 
     def targets(self, *names: str) -> "dict[str, torch.Tensor | IntegerRows]":
         """Return load targets that quantize, by checkpoint name. ``names`` are the prefixes of the parts."""
-        parts = (IntegerRows(self, start, size) for start, size in spans(self.outputs))
+        parts = (IntegerRows(self.weight, self.scale, start, size) for start, size in spans(self.outputs))
         return part_targets(names, parts, self.bias, self.outputs)
 
 
-class IntegerRows:
-    """Load target for the outputs ``start`` to ``start + size`` of ``linear``. It quantizes each tensor it is given."""
+def zero_panels(outputs: int, inputs: int, bits: int, *before: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weight and scale of zeros, as in ``IntegerLinear``. ``before`` are the sizes of further dimensions."""
+    panels, groups = -(-outputs // PANEL_COLUMNS), inputs // INTEGER_GROUP
+    weight = torch.zeros(*before, panels, inputs * bits // 8, PANEL_COLUMNS, dtype=_DTYPES[bits])
+    return weight, torch.zeros(*before, panels, groups, 8 // bits, PANEL_COLUMNS, dtype=torch.float16)
 
-    def __init__(self, linear: IntegerLinear, start: int, size: int) -> None:
-        self._linear, self._start = linear, start
-        self.shape, self.device = torch.Size((size, linear.inputs)), linear.weight.device
+
+class IntegerRows:
+    """Load target for the outputs ``start`` to ``start + size`` of a weight. It quantizes each tensor it is given.
+
+    ``weight`` and ``scale`` are as in ``IntegerLinear``.
+    """
+
+    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, start: int, size: int) -> None:
+        self._weight, self._scale, self._start = weight, scale, start
+        self._bits = 8 // scale.shape[2]
+        self.shape, self.device = torch.Size((size, scale.shape[1] * INTEGER_GROUP)), weight.device
 
     def copy_(self, tensor: torch.Tensor) -> None:
         """Quantize and store ``tensor [outputs, inputs]`` of any dtype and device."""
-        linear = self._linear
         for first in range(0, len(tensor), _QUANTIZED_ROWS):
             rows = tensor[first : first + _QUANTIZED_ROWS]
-            values, scales = to_integers(rows.to(self.device), linear.bits)
+            values, scales = to_integers(rows.to(self.device), self._bits)
             outputs = torch.arange(self._start + first, self._start + first + len(rows))
             place = outputs // PANEL_COLUMNS, outputs % PANEL_COLUMNS
-            linear.weight.permute(0, 2, 1)[place] = values if linear.bits == 8 else _paired(values)
-            linear.scale.permute(0, 3, 1, 2)[place] = scales
+            self._weight.permute(0, 2, 1)[place] = values if self._bits == 8 else _paired(values)
+            self._scale.permute(0, 3, 1, 2)[place] = scales
 
     def copy_to(self, rows: torch.Tensor) -> None:
         """Copy the first values, as the product reads them, to ``rows [rows, inputs]`` float32."""
-        linear, stop = self._linear, self._start + len(rows)
+        stop = self._start + len(rows)
         first, last = self._start // PANEL_COLUMNS, -(-stop // PANEL_COLUMNS)
         skipped = first * PANEL_COLUMNS
-        found = dequantized(linear.weight[first:last], linear.scale[first:last], stop - skipped)
+        found = dequantized(self._weight[first:last], self._scale[first:last], stop - skipped)
         rows.copy_(found[:, self._start - skipped :].t())
 
 

@@ -10,13 +10,15 @@ from services.worker.described.layer import ExpertsConfig, MlpConfig
 from services.worker.layers.block_fp8 import BLOCK, BlockFp8Linear, BlockRows, blocks_of
 from services.worker.layers.experts import ExpertWeights
 from services.worker.layers.fp8 import FP8, Fp8Linear, Quantized, QuantizedRows
+from services.worker.layers.integers import IntegerLinear, IntegerRows, zero_panels
 from services.worker.layers.kernels import LayerKernels
 from services.worker.layers.linear import AnyLinear, LinearMaker
 from services.worker.models.mlp import Mlp
 from services.worker.parallel.exchange import Exchange
 
-# The scales of experts in fp8: one for each row, or for each block of 128 x 128. ``none``: they are not in fp8.
-ExpertScales: TypeAlias = Literal["none", "rows", "blocks"]
+# How experts are stored: in the model's dtype; in fp8 with a scale for each row, or for each block of 128 x 128; or on
+# CPUs as integers, as in ``IntegerLinear``.
+ExpertStorage: TypeAlias = Literal["dtype", "fp8", "fp8_blocks", "int8", "int4"]
 
 
 class Experts(nn.Module):
@@ -44,19 +46,18 @@ class Experts(nn.Module):
         kernels: LayerKernels,
         linear: LinearMaker,
         *,
-        scales: ExpertScales = "none",
+        storage: ExpertStorage = "dtype",
         adds_bias: bool = True,
     ) -> None:
         """Create uninitialised weights for ``features``, this rank's share of the experts.
 
-        ``scales`` are those of experts in fp8, or ``none`` for experts of the default dtype. If ``adds_bias`` is false,
-        experts of which this rank has a share have no bias in the last product, because another rank adds it. Raises
-        ``ValueError`` if the sizes do not allow ``scales``.
+        If ``adds_bias`` is false, experts of which this rank has a share have no bias in the last product, because
+        another rank adds it. Raises ``ValueError`` if the sizes do not allow ``storage``.
         """
         super().__init__()
         self.kernels, self.features = kernels, features
         count, width = len(features.local), features.width
-        if scales == "blocks" and width % BLOCK:
+        if storage == "fp8_blocks" and width % BLOCK:
             raise ValueError(
                 f"an expert's width of {width} on each rank: with scales of blocks it must be a multiple of {BLOCK};"
                 " use expert_parallel=T or a smaller tp_size, or dequantize the weights"
@@ -73,8 +74,9 @@ class Experts(nn.Module):
         self.down_bias = _parameter(count, hidden_size) if features.expert_bias and adds_bias else None
         shapes = {"gate_up": (count, 2 * width, hidden_size), "down_matrix": (count, hidden_size, width)}
         for name, shape in shapes.items():
-            self.register_buffer(name, torch.empty(shape, dtype=None if scales == "none" else FP8))
-            self.register_buffer(f"{name}_scale", _empty_scale(scales, shape))
+            matrices, scale = _empty(storage, shape)
+            self.register_buffer(name, matrices)
+            self.register_buffer(f"{name}_scale", scale)
         self.shared = self.shared_gate = None
         if features.shared_width:
             mlp = MlpConfig(activation=features.activation)
@@ -141,41 +143,52 @@ class Experts(nn.Module):
 
     def _expert_targets(self, prefix: str, index: int) -> dict[str, Any]:
         width, weights = self.features.width, self.weights
-        halves = {"gate_proj": slice(0, width), "up_proj": slice(width, 2 * width), "down_proj": slice(None)}
+        hidden = self.router.shape[1]
+        halves = {"gate_proj": slice(0, width), "up_proj": slice(width, 2 * width), "down_proj": slice(0, hidden)}
         targets: dict[str, Any] = {}
         for name, rows in halves.items():
             matrix, bias, scale = weights.gate_up, weights.gate_up_bias, weights.gate_up_scale
             if name == "down_proj":
                 matrix, bias, scale = weights.down, weights.down_bias, weights.down_scale
-            part = matrix[index][rows]
-            targets[f"{prefix}.{name}.weight"] = part if scale is None else _scaled_rows(part, scale[index], rows)
+            own = None if scale is None else scale[index]
+            targets[f"{prefix}.{name}.weight"] = _target(matrix[index], own, rows)
             if bias is not None:
                 targets[f"{prefix}.{name}.bias"] = bias[index][rows]
         return targets
 
 
-def scales_like(linear: AnyLinear) -> ExpertScales:
-    """Return the scales of experts that are stored as ``linear`` is."""
+def storage_like(linear: AnyLinear) -> ExpertStorage:
+    """Return the storage of experts in a layer that has ``linear``. On GPUs, there is no product of integer experts."""
+    if isinstance(linear, IntegerLinear):
+        return "int8" if linear.bits == 8 else "int4"
     if isinstance(linear, BlockFp8Linear):
-        return "blocks"
-    return "rows" if isinstance(linear, Fp8Linear) else "none"
+        return "fp8_blocks"
+    return "fp8" if isinstance(linear, Fp8Linear) else "dtype"
 
 
-def _empty_scale(scales: ExpertScales, shape: tuple[int, int, int]) -> torch.Tensor | None:
-    """Return uninitialised scales for the weights ``[experts, outputs, inputs]``, as in ``ExpertWeights``."""
+def _empty(storage: ExpertStorage, shape: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return weights ``[experts, outputs, inputs]`` without values, and their scales, as in ``ExpertWeights``."""
     experts, outputs, inputs = shape
-    if scales == "none":
-        return None
-    if scales == "rows":
-        return torch.empty(experts, outputs, dtype=torch.float32)
-    return torch.empty(experts, blocks_of(outputs), blocks_of(inputs), dtype=torch.float32)
+    if storage in ("int8", "int4"):
+        return zero_panels(outputs, inputs, int(storage.removeprefix("int")), experts)
+    if storage == "dtype":
+        return torch.empty(shape), None
+    scales = (outputs,) if storage == "fp8" else (blocks_of(outputs), blocks_of(inputs))
+    return torch.empty(shape, dtype=FP8), torch.empty(experts, *scales, dtype=torch.float32)
 
 
-def _scaled_rows(part: torch.Tensor, scale: torch.Tensor, rows: slice) -> QuantizedRows | BlockRows:
-    """Return the load target of ``part``, the fp8 weights ``rows`` of an expert. ``scale`` is that of all its rows."""
+def _target(
+    matrix: torch.Tensor, scale: torch.Tensor | None, rows: slice
+) -> torch.Tensor | QuantizedRows | BlockRows | IntegerRows:
+    """Return the load target of the outputs ``rows`` of an expert. ``scale`` is that of all its outputs."""
+    if scale is None:
+        return matrix[rows]
+    if matrix.dtype != FP8:
+        return IntegerRows(matrix, scale, rows.start, rows.stop - rows.start)
+    part = matrix[rows]
     if scale.dim() == 1:
         return QuantizedRows(part, scale[rows].unsqueeze(0))
-    first = (rows.start or 0) // BLOCK
+    first = rows.start // BLOCK
     return BlockRows(part, scale[first : first + blocks_of(len(part))])
 
 
