@@ -91,8 +91,9 @@ def test_the_kernels_of_experts_are_among_them(checkpoint, tmp_path, returned):
         ({"architecture": "llama"}, {"tp_size": 2}),
         ({"architecture": "gpt_oss"}, {}),
         ({"architecture": "glm4_moe"}, {"quantization": "fp8"}),
+        ({"architecture": "glm4_moe", "moe_intermediate_size": 64}, {"quantization": "int4"}),
     ],
-    ids=["llama", "fp8", "int4", "windows and biases", "two ranks", "experts", "experts in fp8"],
+    ids=["llama", "fp8", "int4", "windows and biases", "two ranks", "experts", "experts in fp8", "experts with int4"],
 )
 def test_every_kernel_of_a_start_can_be_compiled(checkpoint, tmp_path, model, flags):
     """Triton's interpreter accepts more than its compiler: a variable may change its type there."""
