@@ -45,6 +45,7 @@ PROGRAMS = {
     "sleep": (["sleeps=1", "output_tokens=4"], "wake_s"),
     "model": (["shape=tiny"], "bytes"),
     "worker": (["rows=4", "own=8", "steps=6", "skip=2", "window=3"], "tokens_per_second"),
+    "cpu_experts": (["batches=1,5", "experts=4", "chosen=2", "hidden_size=64", "width=32", "rounds=1"], "rows"),
     "worker_plumbing": (["rows=3", "steps=300", "skip=50", "step_us=100"], "steps_per_s"),
     "fuzz_worker": (
         ["batches=200", "worker_flags=max_seqs_per_forward=32 max_tokens_per_forward=128 max_context_tokens=300"],
