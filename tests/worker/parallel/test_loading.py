@@ -14,7 +14,7 @@ from services.worker.described.registry import read_model_config
 from services.worker.described.shares import local_config
 from services.worker.described.stages import layers_of
 from services.worker.layers.factory import make_linear
-from services.worker.layers.fp8 import quantize_rows
+from services.worker.layers.fp8 import copy_rows, quantize_rows
 from services.worker.layers.kernels import TorchKernels
 from services.worker.models import weights
 from services.worker.models.decoder import DecoderModel
@@ -177,3 +177,20 @@ def test_a_missing_layer_is_missed_by_its_own_stage(pp_rank, missing, checkpoint
         return
     with pytest.raises(InvalidRequest, match=f"9 tensors that config.json asks for are missing, e.g. {missing}"):
         load(directory, ranks)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_ranks_have_the_integers_of_their_experts_or_of_their_share_of_each(whole, checkpoint):
+    directory = checkpoint("qwen3_moe", moe_intermediate_size=64)
+    expected = load(directory, Ranks(), "int8").targets()
+    counts = dict.fromkeys((name for name in expected if ".experts." in name), 0)
+    for rank in range(2):
+        targets = load(directory, Ranks(rank, 2, whole_experts=whole), "int8").targets()
+        for name in counts.keys() & targets.keys():
+            values, theirs = (torch.full(targets[name].shape, torch.nan) for _ in range(2))
+            copy_rows(targets[name], values)
+            copy_rows(expected[name], theirs)
+            held = ~values.isnan()
+            assert torch.equal(values[held], theirs[held])
+            counts[name] += int(held.sum())
+    assert counts == {name: expected[name].shape.numel() for name in counts}
