@@ -103,8 +103,9 @@ def test_groups_of_one_value_are_exact_up_to_float16(bits):
 def test_a_value_that_is_not_finite_changes_only_its_output(bad, bits):
     weight = random(10, 64)
     weight[3, 40] = bad
-    result = filled(weight, 10, bits)(random(2, 64))
-    assert result.isfinite().all(dim=0).tolist() == [index != 3 for index in range(10)]
+    linear = filled(weight, 10, bits)
+    for rows in (2, 20):
+        assert linear(random(rows, 64)).isfinite().all(dim=0).tolist() == [index != 3 for index in range(10)]
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -124,12 +125,33 @@ def test_a_product_is_that_with_the_dequantized_weight(rows, outputs, bits):
     torch.testing.assert_close(rounded.float(), expected, atol=0.05 * width**0.5, rtol=0.05)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_many_rows_are_the_same_on_processors_with_few_registers(bits, monkeypatch):
-    linear, x = filled(random(100, 64), 100, bits), random(40, 64, seed=1)
-    expected = linear(x)
+@pytest.fixture
+def few_registers(monkeypatch):
+    """Compile products for processors whose registers hold the sums of one row."""
+    caches = products_cpu.make_product, products_cpu.compiled_product
+    for each in caches:
+        each.cache_clear()
     monkeypatch.setattr(products_cpu, "most_rows", lambda: 1)
-    torch.testing.assert_close(linear(x), expected, atol=1e-4, rtol=0)
+    yield
+    for each in caches:
+        each.cache_clear()
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.usefixtures("few_registers")
+def test_products_are_the_same_on_processors_with_few_registers(bits):
+    linear = filled(random(100, 64), 100, bits)
+    for rows in (1, 3, 16, 40):
+        x = random(rows, 64, seed=rows)
+        torch.testing.assert_close(linear(x), x @ linear.dequantized(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("sizes", [range(1, 12), range(12, 24)], ids=["few rows", "many rows"])
+def test_a_row_has_the_same_result_among_any_few_or_many_rows(sizes, bits):
+    linear, x = filled(random(100, 1056), 100, bits), random(sizes[-1], 1056, seed=1)
+    expected = linear(x)
+    assert all(torch.equal(linear(x[-rows:]), expected[-rows:]) for rows in sizes)
 
 
 def as_floats(model: DecoderModel) -> DecoderModel:

@@ -31,34 +31,18 @@ def available() -> bool:
 
 
 @numba.njit(nogil=True)
-def matmul(x, weight, output, keep):
-    """Compute ``output = x @ weight + keep * output`` in the calling thread.
+def matmul(x, first, count, part, target, stride):
+    """Add a product to 64 columns of a float32 matrix, in the calling thread.
 
-    ``x [rows, inputs]`` and ``output [rows, outputs]`` are contiguous float32 arrays; ``weight`` is the address of that
-    of a ``PanelLinear`` in float32; ``keep`` is 0 or 1.
+    The product is that of ``x[:, first : first + count]`` and ``part``, the address of a contiguous matrix ``[count,
+    64]``. ``x`` is contiguous float32. ``target`` is the address of the columns, whose rows are ``stride`` bytes apart.
     """
-    rows, inputs, outputs = x.shape[0], x.shape[1], output.shape[1]
-    panels = (outputs + _COLUMNS - 1) // _COLUMNS
-    # Fortran sees each matrix transposed: output.T = weight.T @ x.T.
-    sizes = np.array([_COLUMNS, rows, inputs, outputs, outputs - (panels - 1) * _COLUMNS], np.int32)
-    factors = np.array([1.0, keep], np.float32)
-    plain = np.array([ord("N")], np.uint8)
-    size, factor = sizes.ctypes.data, factors.ctypes.data
-    for panel in range(panels):
-        _sgemm(
-            plain.ctypes.data,
-            plain.ctypes.data,
-            size if panel < panels - 1 else size + 16,
-            size + 4,
-            size + 8,
-            factor,
-            weight + panel * inputs * _COLUMNS * 4,
-            size,
-            x.ctypes.data,
-            size + 8,
-            factor + 4,
-            output.ctypes.data + panel * _COLUMNS * 4,
-            size + 12,
-        )
+    rows, inputs = x.shape
+    # Fortran sees each matrix transposed: target.T += part.T @ x.T.
+    sizes = np.array([_COLUMNS, rows, count, inputs, stride // 4], np.int32)
+    one, plain = np.ones(1, np.float32), np.array([ord("N")], np.uint8)
+    size, factor, letter = sizes.ctypes.data, one.ctypes.data, plain.ctypes.data
+    source = x.ctypes.data + first * 4
+    _sgemm(letter, letter, size, size + 4, size + 8, factor, part, size, source, size + 12, factor, target, size + 16)
     # Numba frees an array after its last use, and an address does not count as a use.
-    return sizes.size + factors.size + plain.size
+    return sizes.size + one.size + plain.size

@@ -134,42 +134,34 @@ def _spread(builder: Any, value: Any, kind: Any) -> Any:
     return builder.shuffle_vector(single, single, ir.Constant(_INTEGERS, [0] * _LANES))
 
 
-def make_paired_product() -> Callable[..., Any]:
-    """Return the function of ``make_product`` for bfloat16. It does not read ``scale``."""
+def make_paired_panel() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return ``prepare`` and ``add_panel`` of ``make_product`` for bfloat16. They do not read ``scale``."""
     block, columns, most = most_rows(), COLUMNS, _BLOCK
     add_block, add_row = _make_add_pairs(block), _make_add_pairs(1)
 
     @numba.njit(nogil=True)
-    def product(x, weight, scale, output, keep):
-        rows, pairs, outputs = x.shape[0], x.shape[1] // 2, output.shape[1]
+    def prepare(x):
+        """Return ``x`` rounded to bfloat16."""
         rounded = np.empty(x.shape, np.uint16)
-        for row in range(rows):
+        for row in range(x.shape[0]):
             for i in range(x.shape[1]):
                 rounded[row, i] = narrowed(x[row, i], np.uint16(0))
-        if keep == 0:
-            output[:] = 0
-        rest = np.zeros((rows, columns), np.float32)  # the last panel may have fewer columns in the output
-        weight = np.int64(weight)
-        for panel in range((outputs + columns - 1) // columns):
-            whole = (panel + 1) * columns <= outputs
-            target = output.ctypes.data + panel * columns * 4 if whole else rest.ctypes.data
-            stride = outputs * 4 if whole else columns * 4
-            for first in range(0, pairs, most):
-                count = min(most, pairs - first)
-                part = weight + (panel * pairs + first) * columns * 4
-                row = 0
-                while row < rows:
-                    source = rounded.ctypes.data + (row * pairs + first) * 4
-                    if row + block <= rows:
-                        add_block(source, pairs * 4, part, count, target + row * stride, stride)
-                        row += block
-                    else:
-                        add_row(source, pairs * 4, part, count, target + row * stride, stride)
-                        row += 1
-            if not whole:
-                output[:, panel * columns :] += rest[:, : outputs - panel * columns]
-        # Numba frees an array after its last use, and an address does not count as a use.
-        return rounded.size + rest.size
+        return rounded
 
-    function: Callable[..., Any] = product
-    return function
+    @numba.njit(nogil=True)
+    def add_panel(x, prepared, panel, weight, scale, target, stride):
+        rows, pairs = x.shape[0], x.shape[1] // 2
+        for first in range(0, pairs, most):
+            count = min(most, pairs - first)
+            part = weight + (panel * pairs + first) * columns * 4
+            row = 0
+            while row < rows:
+                source = prepared.ctypes.data + (row * pairs + first) * 4
+                if row + block <= rows:
+                    add_block(source, pairs * 4, part, count, target + row * stride, stride)
+                    row += block
+                else:
+                    add_row(source, pairs * 4, part, count, target + row * stride, stride)
+                    row += 1
+
+    return prepare, add_panel

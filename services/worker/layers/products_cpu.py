@@ -1,4 +1,4 @@
-"""Matrix products for CPUs, which compiled functions call, and torch with integer weights."""
+"""Matrix products for CPUs, which compiled functions and torch call."""
 
 from collections.abc import Callable
 from functools import cache
@@ -11,24 +11,26 @@ import torch
 from services.worker.described.memory import INTEGER_GROUP
 from services.worker.described.memory import PANEL_COLUMNS as COLUMNS
 from services.worker.layers.compiled_cpu import compile_function
-from services.worker.layers.integers import dequantized
 from services.worker.layers.matmul_cpu import available, matmul
 from services.worker.layers.operators import operator
-from services.worker.layers.pairs_cpu import make_paired_product
-from services.worker.layers.vectors_cpu import Storage, make_add_product, most_rows
+from services.worker.layers.pairs_cpu import make_paired_panel
+from services.worker.layers.vectors_cpu import Storage, make_add_product, make_widen, most_rows
 
 WeightStorage = Storage | Literal["bfloat16"]
 
+Function = Callable[..., Any]
+
 _MATRIX = numba.float32[:, ::1]
-# Rows from which on torch's library is faster, if registers hold the sums of one row only. Integers are converted to
-# float32 first.
+# Rows from which on integers are converted to float32 once for all rows. Fewer rows convert them in registers.
+_WIDENED_ROWS = 12
+# Rows from which on torch's library is faster, if registers hold the sums of one row only.
 _MANY_ROWS = 32
-# Inputs of a float32 panel that all rows are multiplied by before the next. They stay in the second cache: 256 KiB.
+# Inputs of a panel that all rows are multiplied by before the next. In float32 they stay in the second cache: 256 KiB.
 _BLOCK = 1024
 
 
 @cache
-def make_product(storage: WeightStorage) -> Callable[..., Any]:
+def make_product(storage: WeightStorage) -> Function:
     """Return a function for compiled functions, ``product(x, weight, scale, output, keep)``.
 
     It computes ``output = x @ weight + keep * output`` in the calling thread. ``x [rows, inputs]`` and ``output [rows,
@@ -36,101 +38,143 @@ def make_product(storage: WeightStorage) -> Callable[..., Any]:
     tensors of an ``IntegerLinear``, or ``weight`` is that of a ``PanelLinear``'s.
     """
     if storage == "bfloat16":
-        return make_paired_product()
-    return _make_float_product() if storage == "float32" else _make_integer_product(storage)
-
-
-def _make_float_product() -> Callable[..., Any]:
-    block = most_rows()
-    add_block, add_row = make_add_product("float32", block), make_add_product("float32", 1)
-    columns, most, many = COLUMNS, _BLOCK, _MANY_ROWS
+        prepare, add_panel = make_paired_panel()
+    else:
+        prepare, add_panel = _make_float_panel() if storage == "float32" else _make_integer_panel(storage)
+    columns = COLUMNS
 
     @numba.njit(nogil=True)
     def product(x, weight, scale, output, keep):
-        rows, inputs, outputs = x.shape[0], x.shape[1], output.shape[1]
-        weight = np.int64(weight)
-        if block == 1 and rows >= many:
-            return matmul(x, weight, output, keep)
+        rows, outputs = x.shape[0], output.shape[1]
+        weight, scale, prepared = np.int64(weight), np.int64(scale), prepare(x)
         if keep == 0:
             output[:] = 0
         rest = np.zeros((rows, columns), np.float32)  # the last panel may have fewer columns in the output
         for panel in range((outputs + columns - 1) // columns):
-            whole = (panel + 1) * columns <= outputs
-            target = output.ctypes.data + panel * columns * 4 if whole else rest.ctypes.data
-            stride = outputs * 4 if whole else columns * 4
-            for first in range(0, inputs, most):
-                count = min(most, inputs - first)
-                part = weight + (panel * inputs + first) * columns * 4
-                row = 0
-                while row < rows:
-                    source, place = x.ctypes.data + (row * inputs + first) * 4, target + row * stride
-                    if row + block <= rows:
-                        add_block(source, inputs * 4, part, columns * 4, count, place, stride, 0, 0, 0)
-                        row += block
-                    else:
-                        add_row(source, inputs * 4, part, columns * 4, count, place, stride, 0, 0, 0)
-                        row += 1
-            if not whole:
+            if (panel + 1) * columns <= outputs:
+                add_panel(x, prepared, panel, weight, scale, output.ctypes.data + panel * columns * 4, outputs * 4)
+            else:
+                add_panel(x, prepared, panel, weight, scale, rest.ctypes.data, columns * 4)
                 output[:, panel * columns :] += rest[:, : outputs - panel * columns]
         return rest.size  # numba frees an array after its last use, and an address does not count as a use
 
-    function: Callable[..., Any] = product
+    function: Function = product
     return function
 
 
-def _make_integer_product(storage: Storage) -> Callable[..., Any]:
+def _make_float_panel() -> tuple[Function, Function]:
+    """Return functions for ``make_product``.
+
+    ``prepare(x)`` returns what ``add_panel`` needs for all panels. ``add_panel(x, prepared, panel, weight, scale,
+    target, stride)`` adds the product of ``x`` and a panel to the 64 columns at the address ``target``, whose rows are
+    ``stride`` bytes apart.
+    """
+    add_part, columns, most = _make_add_part(), COLUMNS, _BLOCK
+
+    @numba.njit(nogil=True)
+    def prepare(x):
+        return 0
+
+    @numba.njit(nogil=True)
+    def add_panel(x, prepared, panel, weight, scale, target, stride):
+        inputs = x.shape[1]
+        for first in range(0, inputs, most):
+            part = weight + (panel * inputs + first) * columns * 4
+            add_part(x, first, min(most, inputs - first), part, target, stride)
+
+    return prepare, add_panel
+
+
+def _make_add_part() -> Function:
+    """Return ``add_part(x, first, count, part, target, stride)``, as ``add_panel`` of ``_make_float_panel``.
+
+    ``part`` is the address of a row of a panel in float32, which has the values of the input ``first``.
+    """
+    block, columns, many = most_rows(), COLUMNS, _MANY_ROWS
+    add_block, add_row = make_add_product("float32", block), make_add_product("float32", 1)
+
+    @numba.njit(nogil=True)
+    def add_part(x, first, count, part, target, stride):
+        rows, inputs = x.shape
+        row = 0
+        while row < rows:
+            source, place = x.ctypes.data + (row * inputs + first) * 4, target + row * stride
+            if row + block <= rows:
+                add_block(source, inputs * 4, part, columns * 4, count, place, stride, 0, 0, 0)
+                row += block
+            else:
+                add_row(source, inputs * 4, part, columns * 4, count, place, stride, 0, 0, 0)
+                row += 1
+        return row
+
+    @numba.njit(nogil=True)
+    def add_many(x, first, count, part, target, stride):
+        if len(x) >= many:
+            return matmul(x, first, count, part, target, stride)
+        return add_part(x, first, count, part, target, stride)
+
+    function: Function = add_many if block == 1 and available() else add_part
+    return function
+
+
+def _make_integer_panel(storage: Storage) -> tuple[Function, Function]:
+    """Return functions as ``_make_float_panel``."""
     bits = 8 if storage == "int8" else 4
-    block = most_rows()
+    block, many, most, group, columns = most_rows(), _WIDENED_ROWS, _BLOCK, INTEGER_GROUP, COLUMNS
     add_block, add_row = make_add_product(storage, block), make_add_product(storage, 1)
-    group, columns = INTEGER_GROUP, COLUMNS
+    add_part, widen = _make_add_part(), make_widen(storage)
     stored = group * bits // 8  # rows of a panel that a group takes
     scales = 2 * columns * (8 // bits)  # bytes of the scales of a group
 
     @numba.njit(nogil=True)
-    def product(x, weight, scale, output, keep):
-        rows, inputs, outputs = x.shape[0], x.shape[1], output.shape[1]
-        groups, panels = inputs // group, (outputs + columns - 1) // columns
+    def prepare(x):
+        """Return the sum of each group of ``x``, and a buffer for a part of a panel."""
+        rows, groups = x.shape[0], x.shape[1] // group
+        if rows >= many:
+            return np.empty((0, 0), np.float32), np.empty(most * columns + 16, np.float32)
         sums = np.zeros((rows, groups), np.float32)
         if bits == 4:
             for row in range(rows):
                 for index in range(groups):
                     for i in range(index * group, (index + 1) * group):
                         sums[row, index] += x[row, i]
-        if keep == 0:
-            output[:] = 0
-        rest = np.zeros((rows, columns), np.float32)  # the last panel may have fewer columns in the output
-        weight, scale = np.int64(weight), np.int64(scale)
-        for panel in range(panels):
-            whole = (panel + 1) * columns <= outputs
-            target = output.ctypes.data + panel * columns * 4 if whole else rest.ctypes.data
-            stride = outputs * 4 if whole else columns * 4
-            row = 0
-            while row < rows:
-                for index in range(groups):
-                    first = x.ctypes.data + row * inputs * 4 + index * group * 4
-                    part = weight + (panel * groups + index) * stored * columns
-                    factors = scale + (panel * groups + index) * scales
-                    total = sums.ctypes.data + (row * groups + index) * 4
-                    place = target + row * stride
-                    if row + block <= rows:
-                        add_block(first, inputs * 4, part, columns, stored, place, stride, factors, total, groups * 4)
-                    else:
-                        add_row(first, inputs * 4, part, columns, stored, place, stride, factors, total, groups * 4)
-                row += block if row + block <= rows else 1
-            if not whole:
-                output[:, panel * columns :] += rest[:, : outputs - panel * columns]
-        # Numba frees an array after its last use, and an address does not count as a use.
-        return sums.size + rest.size
+        return sums, np.empty(0, np.float32)
 
-    function: Callable[..., Any] = product
-    return function
+    @numba.njit(nogil=True)
+    def add_panel(x, prepared, panel, weight, scale, target, stride):
+        rows, inputs = x.shape
+        groups = inputs // group
+        sums, buffer = prepared
+        weight, scale = weight + panel * groups * stored * columns, scale + panel * groups * scales
+        if rows >= many:
+            part = (buffer.ctypes.data + 63) // 64 * 64  # of whole cache lines
+            for first in range(0, inputs, most):
+                count = min(most, inputs - first)
+                for index in range(count // group):
+                    number = first // group + index
+                    place = part + index * group * columns * 4
+                    widen(weight + number * stored * columns, stored, scale + number * scales, place)
+                add_part(x, first, count, part, target, stride)
+            return
+        row = 0
+        while row < rows:
+            for index in range(groups):
+                first = x.ctypes.data + (row * inputs + index * group) * 4
+                part, factors = weight + index * stored * columns, scale + index * scales
+                total = sums.ctypes.data + (row * groups + index) * 4
+                place = target + row * stride
+                if row + block <= rows:
+                    add_block(first, inputs * 4, part, columns, stored, place, stride, factors, total, groups * 4)
+                else:
+                    add_row(first, inputs * 4, part, columns, stored, place, stride, factors, total, groups * 4)
+            row += block if row + block <= rows else 1
+
+    return prepare, add_panel
 
 
 @cache
 def compiled_product(storage: WeightStorage) -> Callable[..., None]:
     """Return ``make_product(storage)`` for arrays ``x`` and ``output`` and addresses. The first call compiles it."""
-    if storage == "float32" and not available():
-        raise RuntimeError("this build of torch has no sgemm; use Linear for weights in float32")
     product = make_product(storage)
 
     def call(x, weight, scale, output):
@@ -156,10 +200,8 @@ def _panel_product(x: torch.Tensor, weight: torch.Tensor, width: int) -> torch.T
     lambda x, weight, scale, width: x.new_empty(x.shape[0], width),
 )
 def _integer_product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, width: int) -> torch.Tensor:
-    """Return ``x @ dequantized(weight, scale, width)`` in the dtype of ``x``. Sums are in float32."""
+    """Return the product of ``x`` and the weight of an ``IntegerLinear`` in the dtype of ``x``. Sums are in float32."""
     rows = x.float().contiguous()
-    if len(rows) >= _MANY_ROWS and most_rows() == 1:
-        return (rows @ dequantized(weight, scale, width)).to(x.dtype)
     output = torch.empty(len(rows), width)
     product = compiled_product("int8" if scale.shape[2] == 1 else "int4")
     product(rows.numpy(), weight.data_ptr(), scale.data_ptr(), output.numpy())

@@ -56,6 +56,36 @@ def make_add_product(storage: Storage, rows: int) -> Callable[..., Any]:
     return function
 
 
+def make_widen(storage: Storage) -> Callable[..., Any]:
+    """Return a function that converts a group of integers to float32.
+
+    Compiled functions call it with addresses and sizes, all int64, in this order: ``weight``, the number of its rows
+    and ``scale``, as in ``make_add_product`` without distances between rows; and the address of the result, which has
+    64 columns.
+    """
+
+    @intrinsic
+    def widen(typing, weight, count, scale, target):
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            weight, count, scale, target = arguments
+            factors = _factors(builder, storage, scale)
+
+            def store(index: Any, values: Any) -> None:
+                value = builder.fmul(values, factors[0], flags=_FAST)
+                if len(factors) > 1:
+                    value = builder.fadd(value, factors[1], flags=_FAST)
+                place = builder.add(target, builder.mul(index, _size(4 * COLUMNS)))
+                builder.store(value, builder.inttoptr(place, _FLOATS.as_pointer()), align=1)
+
+            _each_row(builder, storage, weight, _size(COLUMNS), count, store)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 4), generate
+
+    function: Callable[..., Any] = widen
+    return function
+
+
 def _generate(
     builder: Any,
     storage: Storage,
@@ -83,28 +113,38 @@ def _generate(
             product = builder.fmul(factor, values, flags=_FAST)
             builder.store(builder.fadd(builder.load(total), product, flags=_FAST), total)
 
+    _each_row(builder, storage, weight, stride, count, add)
+    factors = _factors(builder, storage, scale)
+    for row, total in enumerate(totals):
+        place = builder.add(output, builder.mul(output_stride, _size(row)))
+        value = builder.load(total)
+        if factors:
+            value = builder.fmul(value, factors[0], flags=_FAST)
+        if len(factors) > 1:
+            offset = _spread(builder, _at(builder, sums, sums_stride, row, _size(0)))
+            value = builder.fadd(value, builder.fmul(offset, factors[1], flags=_FAST), flags=_FAST)
+        value = builder.fadd(_load(builder, place, _FLOATS), value, flags=_FAST)
+        builder.store(value, builder.inttoptr(place, _FLOATS.as_pointer()), align=1)
+
+
+def _each_row(
+    builder: Any, storage: Storage, weight: Any, stride: Any, count: Any, use: Callable[[Any, Any], None]
+) -> None:
+    """Emit ``use(input, values)`` for each input of ``count`` rows of a weight. ``values`` are 64 floats."""
     with cgutils.for_range(builder, count) as loop:
         stored = _load(builder, builder.add(weight, builder.mul(loop.index, stride)), _STORED[storage])
         if storage == "int4":
             low, high = (ir.Constant(_BYTES, [value] * COLUMNS) for value in (15, 4))
-            add(loop.index, _floats(builder, builder.and_(stored, low), storage))
-            add(builder.add(loop.index, count), _floats(builder, builder.lshr(stored, high), storage))
+            use(loop.index, _floats(builder, builder.and_(stored, low), storage))
+            use(builder.add(loop.index, count), _floats(builder, builder.lshr(stored, high), storage))
         else:
-            add(loop.index, _floats(builder, stored, storage))
-    halves = [
-        builder.fpext(_load(builder, builder.add(scale, _size(2 * COLUMNS * index)), _HALVES), _FLOATS)
-        for index in range(_SCALES[storage])
-    ]
-    for row, total in enumerate(totals):
-        place = builder.add(output, builder.mul(output_stride, _size(row)))
-        value = builder.load(total)
-        if halves:
-            value = builder.fmul(value, halves[0], flags=_FAST)
-        if len(halves) > 1:
-            offset = _spread(builder, _at(builder, sums, sums_stride, row, _size(0)))
-            value = builder.fadd(value, builder.fmul(offset, halves[1], flags=_FAST), flags=_FAST)
-        value = builder.fadd(_load(builder, place, _FLOATS), value, flags=_FAST)
-        builder.store(value, builder.inttoptr(place, _FLOATS.as_pointer()), align=1)
+            use(loop.index, _floats(builder, stored, storage))
+
+
+def _factors(builder: Any, storage: Storage, scale: Any) -> list[Any]:
+    """Return the 64 scales of a group, and for int4 the 64 offsets, as floats."""
+    places = (builder.add(scale, _size(2 * COLUMNS * index)) for index in range(_SCALES[storage]))
+    return [builder.fpext(_load(builder, place, _HALVES), _FLOATS) for place in places]
 
 
 def _size(value: int) -> Any:
