@@ -45,8 +45,7 @@ def dtype(request):
         each.cache_clear()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(pairs_cpu, "multiplies_bfloat16", lambda: has_instruction)
-        for module in (pairs_cpu, products_cpu):
-            patched.setattr(module, "most_rows", lambda: rows)
+        patched.setattr(products_cpu, "most_rows", lambda: rows)
         yield stored
     for each in caches:
         each.cache_clear()

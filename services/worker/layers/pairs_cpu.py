@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from services.worker.described.memory import PANEL_COLUMNS as COLUMNS
 from services.worker.layers.bfloat16_cpu import narrowed
-from services.worker.layers.vectors_cpu import most_rows
+from services.worker.layers.prefetch_cpu import SECOND_CACHE, emit_prefetch
 
 _LANES = 16
 _VECTORS = COLUMNS // _LANES
@@ -20,8 +20,6 @@ _PAIR = 4  # bytes
 _FLOAT, _INTEGER = ir.FloatType(), ir.IntType(32)
 _FLOATS, _INTEGERS = ir.VectorType(_FLOAT, _LANES), ir.VectorType(_INTEGER, _LANES)
 _UPPER = 0xFFFF0000
-# Rows of a panel that all rows of the input are multiplied by before the next. They stay in the first cache: 16 KiB.
-_BLOCK = 64
 
 
 class _Bfloat16(ir.Type):  # type: ignore[misc]  # llvmlite has no types
@@ -45,18 +43,17 @@ def multiplies_bfloat16() -> bool:
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
 
 
-def _make_add_pairs(rows: int) -> Callable[..., Any]:
+def make_add_pairs(rows: int) -> Callable[..., Any]:
     """Return a function that adds the product of ``rows`` rows and a part of a panel to an output.
 
-    Compiled functions call it with addresses and sizes, all int64, in this order: ``x``, of bfloat16 values, and the
-    distance of its rows in bytes; ``weight``, of 64 pairs a row; the number of rows of ``weight``; ``output``, of
-    float32 values, and the distance of its rows in bytes.
+    Its arguments are those of ``make_add_product``. ``x`` and ``weight`` have pairs of bfloat16 values instead of
+    float32 values.
     """
     has_instruction = multiplies_bfloat16()
 
     @intrinsic
-    def add_pairs(typing, x, x_stride, weight, count, output, output_stride):
-        signature = types.void(*[types.intp] * 6)
+    def add_pairs(typing, x, x_stride, weight, count, output, output_stride, ahead, step):
+        signature = types.void(*[types.intp] * 8)
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             _generate(builder, rows, has_instruction, *arguments)
@@ -78,14 +75,17 @@ def _generate(
     count: Any,
     output: Any,
     output_stride: Any,
+    ahead: Any,
+    step: Any,
 ) -> None:
-    """Emit the instructions of ``_make_add_pairs``."""
+    """Emit the instructions of ``make_add_pairs``."""
     zeros = ir.Constant(_FLOATS, [0.0] * _LANES)
     totals = [[cgutils.alloca_once(builder, _FLOATS) for _ in range(_VECTORS)] for _ in range(rows)]
     for total in (each for row in totals for each in row):
         builder.store(zeros, total)
     add = _add_by_instruction if has_instruction else _add_widened
     with cgutils.for_range(builder, count) as loop:
+        emit_prefetch(builder, builder.add(ahead, builder.mul(loop.index, step)), SECOND_CACHE)
         start = builder.add(weight, builder.mul(loop.index, _size(COLUMNS * _PAIR)))
         weights = [_load(builder, builder.add(start, _size(64 * index)), _INTEGERS) for index in range(_VECTORS)]
         for row, sums in enumerate(totals):
@@ -134,34 +134,11 @@ def _spread(builder: Any, value: Any, kind: Any) -> Any:
     return builder.shuffle_vector(single, single, ir.Constant(_INTEGERS, [0] * _LANES))
 
 
-def make_paired_panel() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return ``prepare`` and ``add_panel`` of ``make_product`` for bfloat16. They do not read ``scale``."""
-    block, columns, most = most_rows(), COLUMNS, _BLOCK
-    add_block, add_row = _make_add_pairs(block), _make_add_pairs(1)
-
-    @numba.njit(nogil=True)
-    def prepare(x):
-        """Return ``x`` rounded to bfloat16."""
-        rounded = np.empty(x.shape, np.uint16)
-        for row in range(x.shape[0]):
-            for i in range(x.shape[1]):
-                rounded[row, i] = narrowed(x[row, i], np.uint16(0))
-        return rounded
-
-    @numba.njit(nogil=True)
-    def add_panel(x, prepared, panel, weight, scale, target, stride):
-        rows, pairs = x.shape[0], x.shape[1] // 2
-        for first in range(0, pairs, most):
-            count = min(most, pairs - first)
-            part = weight + (panel * pairs + first) * columns * 4
-            row = 0
-            while row < rows:
-                source = prepared.ctypes.data + (row * pairs + first) * 4
-                if row + block <= rows:
-                    add_block(source, pairs * 4, part, count, target + row * stride, stride)
-                    row += block
-                else:
-                    add_row(source, pairs * 4, part, count, target + row * stride, stride)
-                    row += 1
-
-    return prepare, add_panel
+@numba.njit(nogil=True)
+def paired(x):
+    """Return ``x [rows, inputs]`` float32 rounded to bfloat16, in pairs: ``[rows, inputs / 2]`` uint32."""
+    rounded = np.empty(x.shape, np.uint16)
+    for row in range(x.shape[0]):
+        for i in range(x.shape[1]):
+            rounded[row, i] = narrowed(x[row, i], np.uint16(0))
+    return rounded.view(np.uint32)

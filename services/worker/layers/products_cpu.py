@@ -13,20 +13,29 @@ from services.worker.described.memory import PANEL_COLUMNS as COLUMNS
 from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.matmul_cpu import available, matmul
 from services.worker.layers.operators import operator
-from services.worker.layers.pairs_cpu import make_paired_panel
-from services.worker.layers.vectors_cpu import Storage, make_add_product, make_widen, most_rows
+from services.worker.layers.pairs_cpu import make_add_pairs, paired
+from services.worker.layers.vectors_cpu import (
+    IntegerStorage,
+    make_add_integer_product,
+    make_add_product,
+    make_widen,
+    most_rows,
+)
 
-WeightStorage = Storage | Literal["bfloat16"]
-
+FloatStorage = Literal["float32", "bfloat16"]
+WeightStorage = FloatStorage | IntegerStorage
 Function = Callable[..., Any]
 
 _MATRIX = numba.float32[:, ::1]
-# Rows from which on integers are converted to float32 once for all rows. Fewer rows convert them in registers.
-_WIDENED_ROWS = 12
+# Rows from which on integers are converted to float32 once for all rows, and the next weights are prefetched. With
+# fewer rows, integers are converted in registers, and the processor itself prefetches enough.
+_MANY_ROWS = 12
 # Rows from which on torch's library is faster, if registers hold the sums of one row only.
-_MANY_ROWS = 32
-# Inputs of a panel that all rows are multiplied by before the next. In float32 they stay in the second cache: 256 KiB.
-_BLOCK = 1024
+_LIBRARY_ROWS = 32
+# Rows of a panel that all rows of the input are multiplied by before the next. In float32 they stay in the second cache
+# (256 KiB), and in bfloat16 in the first (16 KiB).
+_BLOCKS = {"float32": 1024, "bfloat16": 64}
+_LINE = 64  # bytes of a cache line
 
 
 @cache
@@ -37,10 +46,10 @@ def make_product(storage: WeightStorage) -> Function:
     outputs]`` are contiguous float32 arrays, and ``keep`` is 0 or 1. ``weight`` and ``scale`` are addresses of the
     tensors of an ``IntegerLinear``, or ``weight`` is that of a ``PanelLinear``'s.
     """
-    if storage == "bfloat16":
-        prepare, add_panel = make_paired_panel()
+    if storage == "float32" or storage == "bfloat16":
+        prepare, add_panel = _make_float_panel(storage)
     else:
-        prepare, add_panel = _make_float_panel() if storage == "float32" else _make_integer_panel(storage)
+        prepare, add_panel = _make_integer_panel(storage)
     columns = COLUMNS
 
     @numba.njit(nogil=True)
@@ -62,76 +71,84 @@ def make_product(storage: WeightStorage) -> Function:
     return function
 
 
-def _make_float_panel() -> tuple[Function, Function]:
+def _make_float_panel(storage: FloatStorage) -> tuple[Function, Function]:
     """Return functions for ``make_product``.
 
     ``prepare(x)`` returns what ``add_panel`` needs for all panels. ``add_panel(x, prepared, panel, weight, scale,
     target, stride)`` adds the product of ``x`` and a panel to the 64 columns at the address ``target``, whose rows are
     ``stride`` bytes apart.
     """
-    add_part, columns, most = _make_add_part(), COLUMNS, _BLOCK
-
-    @numba.njit(nogil=True)
-    def prepare(x):
-        return 0
+    add_part, columns, most = _make_add_part(storage), COLUMNS, _BLOCKS[storage]
 
     @numba.njit(nogil=True)
     def add_panel(x, prepared, panel, weight, scale, target, stride):
-        inputs = x.shape[1]
+        inputs = prepared.shape[1]
         for first in range(0, inputs, most):
-            part = weight + (panel * inputs + first) * columns * 4
-            add_part(x, first, min(most, inputs - first), part, target, stride)
+            count = min(most, inputs - first)
+            part, size = weight + (panel * inputs + first) * columns * 4, count * columns * 4
+            add_part(prepared, first, count, part, target, stride, part + size, size)
 
-    return prepare, add_panel
+    return paired if storage == "bfloat16" else _unchanged, add_panel
 
 
-def _make_add_part() -> Function:
-    """Return ``add_part(x, first, count, part, target, stride)``, as ``add_panel`` of ``_make_float_panel``.
+@numba.njit(nogil=True)
+def _unchanged(x):
+    return x
 
-    ``part`` is the address of a row of a panel in float32, which has the values of the input ``first``.
+
+def _make_add_part(storage: FloatStorage) -> Function:
+    """Return ``add_part(x, first, count, part, target, stride, ahead, size)``, which adds the product of a part.
+
+    The product is that of ``x[:, first : first + count]``, float32 or pairs of bfloat16, and ``part``, the address of
+    ``count`` rows of a panel. ``target`` and ``stride`` are as in ``_make_float_panel``. ``size`` bytes from ``ahead``,
+    which is the address of the next part, are prefetched for many rows.
     """
-    block, columns, many = most_rows(), COLUMNS, _MANY_ROWS
-    add_block, add_row = make_add_product("float32", block), make_add_product("float32", 1)
+    block, many, least, line = most_rows(), _MANY_ROWS, _LIBRARY_ROWS, _LINE
+    make = make_add_pairs if storage == "bfloat16" else make_add_product
+    add_block, add_row = make(block), make(1)
 
     @numba.njit(nogil=True)
-    def add_part(x, first, count, part, target, stride):
+    def add_part(x, first, count, part, target, stride, ahead, size):
         rows, inputs = x.shape
-        row = 0
+        row = fetched = 0
+        size = size if rows >= many else 0
         while row < rows:
             source, place = x.ctypes.data + (row * inputs + first) * 4, target + row * stride
+            step = line if fetched < size else 0
             if row + block <= rows:
-                add_block(source, inputs * 4, part, columns * 4, count, place, stride, 0, 0, 0)
+                add_block(source, inputs * 4, part, count, place, stride, ahead + fetched, step)
                 row += block
             else:
-                add_row(source, inputs * 4, part, columns * 4, count, place, stride, 0, 0, 0)
+                add_row(source, inputs * 4, part, count, place, stride, ahead + fetched, step)
                 row += 1
+            fetched += count * step
         return row
 
     @numba.njit(nogil=True)
-    def add_many(x, first, count, part, target, stride):
-        if len(x) >= many:
+    def add_many(x, first, count, part, target, stride, ahead, size):
+        if len(x) >= least:
             return matmul(x, first, count, part, target, stride)
-        return add_part(x, first, count, part, target, stride)
+        return add_part(x, first, count, part, target, stride, ahead, size)
 
-    function: Function = add_many if block == 1 and available() else add_part
+    function: Function = add_many if block == 1 and storage == "float32" and available() else add_part
     return function
 
 
-def _make_integer_panel(storage: Storage) -> tuple[Function, Function]:
+def _make_integer_panel(storage: IntegerStorage) -> tuple[Function, Function]:
     """Return functions as ``_make_float_panel``."""
     bits = 8 if storage == "int8" else 4
-    block, many, most, group, columns = most_rows(), _WIDENED_ROWS, _BLOCK, INTEGER_GROUP, COLUMNS
-    add_block, add_row = make_add_product(storage, block), make_add_product(storage, 1)
-    add_part, widen = _make_add_part(), make_widen(storage)
+    block, many, most, group, columns = most_rows(), _MANY_ROWS, _BLOCKS["float32"], INTEGER_GROUP, COLUMNS
+    add_block, add_row = make_add_integer_product(storage, block), make_add_integer_product(storage, 1)
+    add_part, widen, line = _make_add_part("float32"), make_widen(storage), _LINE
     stored = group * bits // 8  # rows of a panel that a group takes
     scales = 2 * columns * (8 // bits)  # bytes of the scales of a group
 
     @numba.njit(nogil=True)
     def prepare(x):
-        """Return the sum of each group of ``x``, and a buffer for a part of a panel."""
+        """Return the sum of each group of ``x``, and memory for a part of a panel."""
         rows, groups = x.shape[0], x.shape[1] // group
         if rows >= many:
-            return np.empty((0, 0), np.float32), np.empty(most * columns + 16, np.float32)
+            return np.empty((0, 0), np.float32), np.empty(most * columns + line // 4, np.float32)
         sums = np.zeros((rows, groups), np.float32)
         if bits == 4:
             for row in range(rows):
@@ -142,31 +159,30 @@ def _make_integer_panel(storage: Storage) -> tuple[Function, Function]:
 
     @numba.njit(nogil=True)
     def add_panel(x, prepared, panel, weight, scale, target, stride):
-        rows, inputs = x.shape
-        groups = inputs // group
+        rows, groups = x.shape[0], x.shape[1] // group
         sums, buffer = prepared
         weight, scale = weight + panel * groups * stored * columns, scale + panel * groups * scales
         if rows >= many:
-            part = (buffer.ctypes.data + 63) // 64 * 64  # of whole cache lines
-            for first in range(0, inputs, most):
-                count = min(most, inputs - first)
-                for index in range(count // group):
-                    number = first // group + index
-                    place = part + index * group * columns * 4
-                    widen(weight + number * stored * columns, stored, scale + number * scales, place)
-                add_part(x, first, count, part, target, stride)
+            part = (buffer.ctypes.data + line - 1) // line * line
+            for first in range(0, groups, most // group):
+                count = min(most // group, groups - first)
+                for index in range(count):
+                    integers, factors = weight + (first + index) * stored * columns, scale + (first + index) * scales
+                    widen(integers, stored, factors, part + index * group * columns * 4)
+                ahead, size = weight + (first + count) * stored * columns, count * stored * columns
+                add_part(x, first * group, count * group, part, target, stride, ahead, size)
             return
         row = 0
         while row < rows:
             for index in range(groups):
-                first = x.ctypes.data + (row * inputs + index * group) * 4
-                part, factors = weight + index * stored * columns, scale + index * scales
+                source, place = x.ctypes.data + (row * groups + index) * group * 4, target + row * stride
+                integers, factors = weight + index * stored * columns, scale + index * scales
                 total = sums.ctypes.data + (row * groups + index) * 4
-                place = target + row * stride
+                distance = groups * group * 4
                 if row + block <= rows:
-                    add_block(first, inputs * 4, part, columns, stored, place, stride, factors, total, groups * 4)
+                    add_block(source, distance, integers, stored, place, stride, factors, total, groups * 4)
                 else:
-                    add_row(first, inputs * 4, part, columns, stored, place, stride, factors, total, groups * 4)
+                    add_row(source, distance, integers, stored, place, stride, factors, total, groups * 4)
             row += block if row + block <= rows else 1
 
     return prepare, add_panel

@@ -1,7 +1,7 @@
 """Products of a few rows with 64 columns of a matrix, as vector instructions in compiled functions.
 
 Numba turns loops into vector instructions only if it recognises them. Here the instructions are written down, so that
-the sums of all rows stay in registers and a weight is converted once for all rows.
+the sums of all rows stay in registers and a weight is converted once for the rows.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,10 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from services.worker.described.memory import PANEL_COLUMNS as COLUMNS
+from services.worker.layers.prefetch_cpu import SECOND_CACHE, emit_prefetch
 
-Storage = Literal["float32", "int8", "int4"]
+IntegerStorage = Literal["int8", "int4"]
+Storage = Literal["float32"] | IntegerStorage
 
 _FLOAT, _INTEGER = ir.FloatType(), ir.IntType(32)
 _FLOATS, _INTEGERS = ir.VectorType(_FLOAT, COLUMNS), ir.VectorType(_INTEGER, COLUMNS)
@@ -29,25 +31,22 @@ def most_rows() -> int:
     return 4 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 1
 
 
-def make_add_product(storage: Storage, rows: int) -> Callable[..., Any]:
-    """Return a function that adds the product of ``rows`` rows and a part of a matrix to an output.
+def make_add_product(rows: int) -> Callable[..., Any]:
+    """Return a function that adds the product of ``rows`` rows and a part of a panel to an output.
 
     Compiled functions call it with addresses and sizes, all int64, in this order: ``x``, of float32 values, and the
-    distance of its rows in bytes; ``weight``, of 64 columns in ``storage``, and the distance of its rows in bytes; the
-    number of rows of ``weight``; ``output``, of float32 values, and the distance of its rows in bytes; ``scale``, of 64
-    float16 factors, followed by 64 float16 offsets for int4; and ``sums``, of the sums of the rows of ``x``, and their
-    distance in bytes. ``scale`` is read for int8 and int4 only, and ``sums`` for int4 only.
-
-    A byte of int4 has the value of row ``i`` in its low half, and in its high half that of row ``i + n``, where ``n``
-    is the number of rows of ``weight``.
+    distance of its rows in bytes; ``weight``, of 64 float32 values a row; the number of rows of ``weight``; ``output``,
+    of float32 values, and the distance of its rows in bytes; and ``ahead``, an address, and ``step``, in bytes. Row
+    ``i`` prefetches the cache line at ``ahead + i * step``.
     """
 
     @intrinsic
-    def add_product(typing, x, x_stride, weight, stride, count, output, output_stride, scale, sums, sums_stride):
-        signature = types.void(*[types.intp] * 10)
+    def add_product(typing, x, x_stride, weight, count, output, output_stride, ahead, step):
+        signature = types.void(*[types.intp] * 8)
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _generate(builder, storage, rows, *arguments)
+            *operands, ahead, step = arguments
+            _generate(builder, "float32", rows, *operands, ahead=ahead, step=step)
             return context.get_dummy_value()
 
         return signature, generate
@@ -56,12 +55,37 @@ def make_add_product(storage: Storage, rows: int) -> Callable[..., Any]:
     return function
 
 
-def make_widen(storage: Storage) -> Callable[..., Any]:
-    """Return a function that converts a group of integers to float32.
+def make_add_integer_product(storage: IntegerStorage, rows: int) -> Callable[..., Any]:
+    """Return a function like that of ``make_add_product`` for a group of a panel of integers.
 
-    Compiled functions call it with addresses and sizes, all int64, in this order: ``weight``, the number of its rows
-    and ``scale``, as in ``make_add_product`` without distances between rows; and the address of the result, which has
-    64 columns.
+    It has other arguments after ``output`` and the distance of its rows: ``scale``, of 64 float16 factors, followed by
+    64 float16 offsets for int4; and ``sums``, of the sums of the rows of ``x``, and their distance in bytes. ``sums``
+    is read for int4 only.
+
+    A byte of int4 has the value of row ``i`` in its low half, and in its high half that of row ``i + n``, where ``n``
+    is the number of rows of ``weight``.
+    """
+
+    @intrinsic
+    def add_product(typing, x, x_stride, weight, count, output, output_stride, scale, sums, sums_stride):
+        signature = types.void(*[types.intp] * 9)
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            *operands, scale, sums, sums_stride = arguments
+            _generate(builder, storage, rows, *operands, scale=scale, sums=sums, sums_stride=sums_stride)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    function: Callable[..., Any] = add_product
+    return function
+
+
+def make_widen(storage: IntegerStorage) -> Callable[..., Any]:
+    """Return a function that converts a group of a panel of integers to float32.
+
+    Compiled functions call it with addresses and sizes, all int64, in this order: ``weight``, the number of its rows,
+    and ``scale``, as in ``make_add_integer_product``; and the address of the result, which has 64 values a row.
     """
 
     @intrinsic
@@ -77,7 +101,8 @@ def make_widen(storage: Storage) -> Callable[..., Any]:
                 place = builder.add(target, builder.mul(index, _size(4 * COLUMNS)))
                 builder.store(value, builder.inttoptr(place, _FLOATS.as_pointer()), align=1)
 
-            _each_row(builder, storage, weight, _size(COLUMNS), count, store)
+            with cgutils.for_range(builder, count) as loop:
+                _use_row(builder, storage, weight, loop.index, count, store)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 4), generate
@@ -93,15 +118,17 @@ def _generate(
     x: Any,
     x_stride: Any,
     weight: Any,
-    stride: Any,
     count: Any,
     output: Any,
     output_stride: Any,
-    scale: Any,
-    sums: Any,
-    sums_stride: Any,
+    *,
+    ahead: Any = None,
+    step: Any = None,
+    scale: Any = None,
+    sums: Any = None,
+    sums_stride: Any = None,
 ) -> None:
-    """Emit the instructions of ``make_add_product``."""
+    """Emit the instructions of a product. Without ``ahead`` nothing is prefetched."""
     zeros = ir.Constant(_FLOATS, [0.0] * COLUMNS)
     totals = [cgutils.alloca_once(builder, _FLOATS) for _ in range(rows)]
     for total in totals:
@@ -113,7 +140,10 @@ def _generate(
             product = builder.fmul(factor, values, flags=_FAST)
             builder.store(builder.fadd(builder.load(total), product, flags=_FAST), total)
 
-    _each_row(builder, storage, weight, stride, count, add)
+    with cgutils.for_range(builder, count) as loop:
+        if ahead is not None:
+            emit_prefetch(builder, builder.add(ahead, builder.mul(loop.index, step)), SECOND_CACHE)
+        _use_row(builder, storage, weight, loop.index, count, add)
     factors = _factors(builder, storage, scale)
     for row, total in enumerate(totals):
         place = builder.add(output, builder.mul(output_stride, _size(row)))
@@ -127,22 +157,22 @@ def _generate(
         builder.store(value, builder.inttoptr(place, _FLOATS.as_pointer()), align=1)
 
 
-def _each_row(
-    builder: Any, storage: Storage, weight: Any, stride: Any, count: Any, use: Callable[[Any, Any], None]
+def _use_row(
+    builder: Any, storage: Storage, weight: Any, row: Any, count: Any, use: Callable[[Any, Any], None]
 ) -> None:
-    """Emit ``use(input, values)`` for each input of ``count`` rows of a weight. ``values`` are 64 floats."""
-    with cgutils.for_range(builder, count) as loop:
-        stored = _load(builder, builder.add(weight, builder.mul(loop.index, stride)), _STORED[storage])
-        if storage == "int4":
-            low, high = (ir.Constant(_BYTES, [value] * COLUMNS) for value in (15, 4))
-            use(loop.index, _floats(builder, builder.and_(stored, low), storage))
-            use(builder.add(loop.index, count), _floats(builder, builder.lshr(stored, high), storage))
-        else:
-            use(loop.index, _floats(builder, stored, storage))
+    """Emit ``use(input, values)`` for each input in ``row`` of ``count`` rows of a weight. ``values`` are 64 floats."""
+    size = COLUMNS * (4 if storage == "float32" else 1)
+    stored = _load(builder, builder.add(weight, builder.mul(row, _size(size))), _STORED[storage])
+    if storage == "int4":
+        low, high = (ir.Constant(_BYTES, [value] * COLUMNS) for value in (15, 4))
+        use(row, _floats(builder, builder.and_(stored, low), storage))
+        use(builder.add(row, count), _floats(builder, builder.lshr(stored, high), storage))
+    else:
+        use(row, _floats(builder, stored, storage))
 
 
 def _factors(builder: Any, storage: Storage, scale: Any) -> list[Any]:
-    """Return the 64 scales of a group, and for int4 the 64 offsets, as floats."""
+    """Return the 64 scales of a group, and for int4 the 64 offsets, as floats. Return none for float32."""
     places = (builder.add(scale, _size(2 * COLUMNS * index)) for index in range(_SCALES[storage]))
     return [builder.fpext(_load(builder, place, _HALVES), _FLOATS) for place in places]
 
