@@ -107,12 +107,10 @@ def _make_attend(head_dim: int, group: int, page_size: int, storage: Storage) ->
                 done = begin
                 while done < length:
                     page = page_table[slot, done // page_size]
-                    if done + page_size < length:
-                        following = page_table[slot, done // page_size + 1]
-                        for offset in range(page_size):
-                            for i in range(0, head_dim, line):
-                                prefetch(key_pages, following, head, offset, i)
+                    following = page_table[slot, done // page_size + 1] if done + page_size < length else page
                     for offset in range(max(first - done, 0), min(page_size, length - done)):
+                        for i in range(0, head_dim, line):
+                            prefetch(key_pages, following, head, offset, i)
                         for g in range(group):
                             score = np.float32(0)
                             for i in range(head_dim):
@@ -140,12 +138,10 @@ def _make_attend(head_dim: int, group: int, page_size: int, storage: Storage) ->
                 done = begin
                 while done < length:
                     page = page_table[slot, done // page_size]
-                    if done + page_size < length:
-                        following = page_table[slot, done // page_size + 1]
-                        for offset in range(page_size):
-                            for i in range(0, head_dim, line):
-                                prefetch(value_pages, following, head, offset, i)
+                    following = page_table[slot, done // page_size + 1] if done + page_size < length else page
                     for offset in range(max(first - done, 0), min(page_size, length - done)):
+                        for i in range(0, head_dim, line):
+                            prefetch(value_pages, following, head, offset, i)
                         for g in range(group):
                             weight = scores[g, done + offset]
                             for i in range(head_dim):
