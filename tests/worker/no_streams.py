@@ -21,10 +21,11 @@ def do_without_streams(monkeypatch) -> None:
     for owner, name, value in without_streams():
         monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(graphs, "capture", launch_again)
+    monkeypatch.setattr(pieces, "capture_whole", launch_again)
     monkeypatch.setattr(pieces, "capture_between", launch_again_around)
 
 
-def launch_again(launches, _):
+def launch_again(launches, *_):
     """As ``graphs.capture``: a graph that calls ``launches`` and writes over the first outcome."""
     first = launches()
 

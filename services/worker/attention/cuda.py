@@ -1,7 +1,8 @@
 """Attention on CUDA: one kernel to normalise, rotate and store, then shared prefixes, decode rows and chunks.
 
 A decode row has one token, and a chunk is a row of several tokens. No function waits for the device. The launches of a
-step without chunks and groups depend only on shapes and ``longest``, so CUDA graphs can capture them.
+step without groups depend only on shapes and ``longest``, so CUDA graphs can capture them. With chunks, this requires
+the Triton kernel.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,8 @@ from services.worker.attention.base import (
 from services.worker.attention.compiled import TraceableRotation, activate
 from services.worker.attention.flashinfer_spans import FlashInferSpans
 from services.worker.attention.kv_cache import KvCache
-from services.worker.attention.spans import Spans
+from services.worker.attention.mixed import MixedInputs
+from services.worker.attention.spans import TILE_FIELDS, Spans
 from services.worker.attention.triton_decode import LONG_CONTEXT, PrefixState, choose_splits, decode_attention
 from services.worker.attention.triton_spans import TritonSpans
 from services.worker.attention.triton_store import rotate_and_store
@@ -61,6 +63,8 @@ class CudaBatch:
     chunks: Spans | None
     groups: Spans | None  # decode rows that share a prefix
     prefix_tokens: torch.Tensor | None  # [decodes] int32, tokens of the row's prefix, 0 = in no group; with groups only
+    # [decodes] int32, -1 = no decode row; None = decode rows have the first of ``token_slots``
+    decode_slots: torch.Tensor | None = None
 
 
 class PlannedSpans(Protocol):
@@ -133,6 +137,11 @@ class CudaAttention:
         return self._prefixes.keys() == {"triton"}
 
     @property
+    def captures_chunks(self) -> bool:
+        """True if graphs can capture steps with chunks, because their backend does not plan on the host."""
+        return self._chunks.keys() == {"triton"}
+
+    @property
     def shares_prefixes(self) -> bool:
         """True if a layer reads shared prefixes once per group. Layers with a window ignore groups."""
         return bool(self._prefixes)
@@ -178,6 +187,36 @@ class CudaAttention:
         if tiles is not None:
             groups = {"triton": self._prefixes["triton"].planned(tiles, batch.page_table)}  # type: ignore[union-attr]
         return self.active(CudaAttentionStep(self, batch, groups, {}))
+
+    def mixed_inputs(self, size: int) -> MixedInputs:
+        """Return the inputs of a graph of ``size`` tokens with chunks. Needs ``captures_chunks``."""
+        return MixedInputs(size, self._chunks["triton"].tile_tokens, self.cache.all_keys.device)  # type: ignore[union-attr]
+
+    def prepare_mixed(
+        self, inputs: MixedInputs, positions: torch.Tensor, page_table: torch.Tensor
+    ) -> "CudaAttentionStep":
+        """Return the attention of a CUDA graph for any step with ``inputs``, without groups and long contexts.
+
+        ``positions [size]`` and ``page_table`` are as in ``CudaBatch``. The contexts of decode rows have at most
+        ``context_stages()[0]`` tokens.
+        """
+        size, longest = len(positions), self.context_stages()[0]
+        slots, decode_slots = inputs.token_slots, inputs.decode_slots
+        batch = CudaBatch(slots, positions, page_table, size, longest, None, None, None, decode_slots)
+        chunks = {"triton": self._chunks["triton"].planned(inputs.tiles, page_table)}  # type: ignore[union-attr]
+        return CudaAttentionStep(self, batch, {}, chunks)
+
+    def mixed_block(self, inputs: MixedInputs, token_slots: np.ndarray, batch: CudaBatch) -> np.ndarray | None:
+        """Return the block of ``batch`` for ``inputs``, or None if the graph of ``prepare_mixed`` cannot serve it.
+
+        ``token_slots [tokens]`` int32 are those of the batch, on the host, without padding.
+        """
+        if batch.groups is not None or batch.longest > self.context_stages()[0]:
+            return None
+        tiles, decodes = np.empty((0, TILE_FIELDS), np.int32), len(token_slots)
+        if batch.chunks is not None:
+            tiles, decodes = self._chunks["triton"].tiles(batch.chunks), batch.decodes  # type: ignore[union-attr]
+        return inputs.block(token_slots, decodes, tiles)
 
     def prepare(self, batch: CudaBatch, host_page_table: np.ndarray | None, put: Put | None) -> "CudaAttentionStep":
         """Prepare the attention of ``batch`` on the host. Pass the result to the model through ``active``.
@@ -251,6 +290,7 @@ class CudaAttentionStep(PreallocatedAttentionStep):
         shape = (qkv.shape[0], attention.heads, attention.head_dim)
         queries, output = qkv.new_empty(shape), output.view(shape)
         tokens = (batch.token_slots, batch.positions, batch.page_table)
+        decode_slots = batch.token_slots if batch.decode_slots is None else batch.decode_slots
         rules, prefix = attention.layers[layer_index], None
         rotate_and_store(qkv, *tokens, attention.tables(rules), norms, queries, keys, values, output)
         prefix_rules = attention.prefix_rules[layer_index]
@@ -261,7 +301,7 @@ class CudaAttentionStep(PreallocatedAttentionStep):
             groups.run(queries[:decodes], keys, values, shared, lse, prefix_rules)
             prefix = PrefixState(batch.prefix_tokens, shared, lse)  # type: ignore[arg-type]  # set with groups
         if decodes:
-            paged, splits = (queries, keys, values, *tokens), self._splits[layer_index]
+            paged, splits = (queries, keys, values, decode_slots, *tokens[1:]), self._splits[layer_index]
             decode_attention(*paged, output, rules, rows=decodes, prefix=prefix, splits=splits)
         if self._chunks:
             self._chunks[attention.chunk_names[layer_index]].run(queries, keys, values, output, None, rules)

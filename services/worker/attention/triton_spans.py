@@ -206,7 +206,7 @@ class TritonSpans:
 
     def __init__(self, group: int, head_dim: int, dtype: torch.dtype, *, causal: bool) -> None:
         self.options = span_options(head_dim, dtype)
-        self._group, self._causal = triton.next_power_of_2(group), causal
+        self._causal, self.tile_tokens = causal, self.options.rows // triton.next_power_of_2(group)
 
     def plan(
         self,
@@ -220,7 +220,7 @@ class TritonSpans:
 
     def tiles(self, spans: Spans) -> np.ndarray:
         """Return the tiles of ``spans``, ``[tiles, TILE_FIELDS]`` int32. A tile of zeros has no effect."""
-        return tiles(spans, self.options.rows // self._group, causal=self._causal)
+        return tiles(spans, self.tile_tokens, causal=self._causal)
 
     def planned(self, tiles: torch.Tensor, page_table: torch.Tensor) -> PlannedTiles:
         """Return the plan for ``tiles`` on the device."""

@@ -77,6 +77,7 @@ def dry(gpu: GpuTarget) -> list[Replacement]:
         Replacement(triton_skinny, "overlaps", lambda _: gpu.capability >= (9, 0)),
         Replacement(triton_grouped, "overlaps", lambda _: gpu.capability >= (9, 0)),
         Replacement(graphs, "capture", _capture),
+        Replacement(pieces, "capture_whole", _capture),
         Replacement(pieces, "capture_between", _capture_between),
         Replacement(flashinfer_spans, "available", lambda *_: gpu.flashinfer),
         Replacement(flashinfer_spans, "make_workspace", lambda _: None),
@@ -84,7 +85,7 @@ def dry(gpu: GpuTarget) -> list[Replacement]:
     ]
 
 
-def _capture(launches: Callable[[], Any], _pool: object) -> tuple[Callable[[], None], Any]:
+def _capture(launches: Callable[[], Any], *_: object) -> tuple[Callable[[], None], Any]:
     return lambda: None, launches()
 
 

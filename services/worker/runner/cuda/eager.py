@@ -1,11 +1,12 @@
 """Steps that are launched eagerly."""
 
+import numpy as np
 import torch
 
 from services.worker.attention.base import RotatingAttentionStep
-from services.worker.attention.cuda import CudaAttention
+from services.worker.attention.cuda import CudaAttention, CudaAttentionStep, CudaBatch, Put
 from services.worker.runner.cuda.graphs import Forward
-from services.worker.runner.cuda.inputs import padded
+from services.worker.runner.cuda.inputs import StepArrays, padded
 from services.worker.runner.peers import Peers
 
 
@@ -20,6 +21,15 @@ class EagerSteps:
     def size(self, tokens: int) -> int:
         """Return the token count to which a step of ``tokens`` tokens is padded."""
         return padded(tokens, self._peers.grain)
+
+    def prepare(
+        self, size: int, arrays: StepArrays, batch: CudaBatch, host_page_table: np.ndarray, put: Put
+    ) -> CudaAttentionStep:
+        """Prepare on the host the attention of a step for ``run``.
+
+        ``arrays`` are those of the step on the host. The last three arguments are those of ``CudaAttention.prepare``.
+        """
+        return self._attention.prepare(batch, host_page_table, put)
 
     def run(
         self,

@@ -135,11 +135,16 @@ class DecodeGraph:
         return self._hidden
 
 
-def capture(launches: Callable[[], Outcome], pool: "_POOL_HANDLE") -> tuple[Callable[[], None], Outcome]:
-    """Capture ``launches`` as one CUDA graph. Return a function that replays it, and its output."""
+def capture(
+    launches: Callable[[], Outcome], pool: "_POOL_HANDLE", stream: torch.cuda.Stream | None = None
+) -> tuple[Callable[[], None], Outcome]:
+    """Capture ``launches`` as one CUDA graph. Return a function that replays it, and its output.
+
+    All captures of a pool must use the same ``stream``. None = torch's stream for captures.
+    """
     graph = torch.cuda.CUDAGraph()
     # Other threads, which monitor collectives, may query events during a capture.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         outcome = launches()
     return graph.replay, outcome
 

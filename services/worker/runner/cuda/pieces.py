@@ -1,23 +1,26 @@
-"""Piecewise CUDA graphs: the work between two attention calls is a graph, and attention is launched eagerly.
+"""CUDA graphs of forward passes with chunks or prefixes, which decode graphs do not support.
 
-They serve steps with chunks or prefixes, which decode graphs do not support. The launches of attention depend on these.
-All other launches depend only on the number of tokens, so a step is padded to one of a few sizes.
+A step is padded to one of a few sizes. If its attention depends on values only, the forward pass is one graph.
+Otherwise it is piecewise: the work between two attention calls is a graph, and attention is launched eagerly.
 """
 
 import contextlib
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from services.common.boundaries import undo_on_error
 from services.worker.attention.base import HeadNorms, PreallocatedAttentionStep, RotatingAttentionStep
 from services.worker.attention.compiled import deactivate
-from services.worker.attention.cuda import CudaAttention
+from services.worker.attention.cuda import CudaAttention, CudaBatch, Put
+from services.worker.attention.mixed import MixedInputs
 from services.worker.described.memory import kept_in_piece, piece_sizes
-from services.worker.runner.cuda.graphs import Forward
-from services.worker.runner.cuda.inputs import padded
+from services.worker.runner.cuda.graphs import Forward, capture
+from services.worker.runner.cuda.inputs import StepArrays, padded
 from services.worker.runner.peers import Peers
 
 if TYPE_CHECKING:
@@ -32,8 +35,17 @@ Launches = Callable[[RotatingAttentionStep], torch.Tensor]
 Replay = Callable[[PreallocatedAttentionStep], None]
 
 
+class MixedBlock(NamedTuple):
+    """The attention of a step whose forward pass is one graph."""
+
+    values: torch.Tensor  # for ``MixedInputs.set``
+
+
+Prepared = PreallocatedAttentionStep | MixedBlock
+
+
 class StepPieces:
-    """A launcher of forward passes as piecewise CUDA graphs. Owned by the compute thread.
+    """A launcher of forward passes as CUDA graphs. Owned by the compute thread.
 
     All ranks of a replica have the same sizes.
     """
@@ -46,31 +58,37 @@ class StepPieces:
         attention: CudaAttention,
         peers: Peers,
         largest: int,
-        device: torch.device,
+        page_table: torch.Tensor,
         *,
         has_experts: bool,
     ) -> None:
-        """Capture the pieces of steps of up to ``largest`` tokens."""
+        """Capture the graphs of steps of up to ``largest`` tokens. ``page_table``: see ``CudaBatch``."""
         self._host_bound = _HOST_BOUND_OF_EXPERTS if has_experts else _HOST_BOUND
         self._forward, self._attention, self._peers = forward, attention, peers
         self._sizes = sorted({padded(size, peers.grain) for size in piece_sizes(largest)})
-        most = self._sizes[-1]
-        # Inputs of all pieces: the stream has read those of a step before it writes those of the next step.
+        most, device = self._sizes[-1], page_table.device
+        # Inputs of all graphs: the stream has read those of a step before it writes those of the next step.
         self._token_ids, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device)
         self._hidden = peers.input_buffer(most, device)
-        self._pieces: dict[tuple[int, bool], _Piece] = {}
+        self._graphs: dict[_Kind, _Graph] = {}
+        self._mixed: dict[int, MixedInputs] = {}
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        # The largest piece is captured first, and smaller ones use its memory.
+        # The largest graph is captured first, and smaller ones use its memory.
         for size in reversed(self._sizes):
-            self._pieces[size, True] = self._capture(size, None, pool, stream)
+            keeps: list[torch.Tensor | None] = [None]
             if peers.last and (kept := kept_in_piece(size)) < size:
                 # Like positions, not at the start of its memory, for which compilers make separate code.
-                keep = torch.zeros(2, kept, dtype=torch.int32, device=device)[1]
-                self._pieces[size, False] = self._capture(size, keep, pool, stream)
+                keeps.append(torch.zeros(2, kept, dtype=torch.int32, device=device)[1])
+            for keep in keeps:
+                self._capture_pieces(size, keep, pool, stream)
+            if attention.captures_chunks:
+                self._mixed[size] = attention.mixed_inputs(size)
+            for keep in keeps if attention.captures_chunks else ():
+                self._capture_mixed(size, keep, page_table, pool, stream)
         deactivate()
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self._graphs)
 
     def find(self, tokens: int) -> int | None:
         """Return the padded token count of a step of ``tokens`` tokens, or None if an eager launch is faster."""
@@ -79,51 +97,87 @@ class StepPieces:
         size = self._sizes[bisect_left(self._sizes, tokens)]
         return None if size > self._host_bound and size - tokens > tokens * _PADDING else size
 
+    def prepare(
+        self, size: int, arrays: StepArrays, batch: CudaBatch, host_page_table: np.ndarray, put: Put
+    ) -> Prepared:
+        """Prepare the attention of a step of ``size`` tokens; see ``EagerSteps.prepare``."""
+        if (inputs := self._mixed.get(size)) is not None:
+            block = self._attention.mixed_block(inputs, arrays.token_slots, batch)
+            if block is not None:
+                return MixedBlock(put(block))
+        return self._attention.prepare(batch, host_page_table, put)
+
     def run(
         self,
         size: int,
         entering: torch.Tensor,
         positions: torch.Tensor,
-        attention: PreallocatedAttentionStep,
+        attention: Prepared,
         keep: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Replay the pieces for ``size`` tokens; see ``EagerSteps.run``."""
+        """Replay the graphs for ``size`` tokens; see ``EagerSteps.run``."""
         self._entering(size).copy_(entering)
         self._positions[:size].copy_(positions)  # the code of some models rotates queries and keys itself
-        few = None if keep is None else self._pieces.get((size, False))
+        mixed = isinstance(attention, MixedBlock)
+        if isinstance(attention, MixedBlock):
+            self._mixed[size].set(attention.values)
+        few = None if keep is None else self._graphs.get(_Kind(size, mixed, trimmed=True))
         if keep is not None and few is not None and few.keep is not None and len(keep) <= len(few.keep):
             few.keep[: len(keep)].copy_(keep)  # the rest keeps valid indices of an earlier step of this size
             few.replay(attention)
             return few.leaving[: len(keep)]
-        piece = self._pieces[size, True]
-        piece.replay(attention)
-        return piece.leaving if keep is None else piece.leaving.index_select(0, keep)
+        graph = self._graphs[_Kind(size, mixed, trimmed=False)]
+        graph.replay(attention)
+        return graph.leaving if keep is None else graph.leaving.index_select(0, keep)
 
     def _entering(self, size: int) -> torch.Tensor:
         return self._token_ids[:size] if self._hidden is None else self._hidden[: self._peers.exchange(size).rows(size)]
 
-    def _capture(
-        self, size: int, keep: torch.Tensor | None, pool: "_POOL_HANDLE", stream: torch.cuda.Stream
-    ) -> "_Piece":
-        """Capture the pieces for ``size`` tokens.
+    def _launch(self, size: int, keep: torch.Tensor | None, step: RotatingAttentionStep) -> torch.Tensor:
+        """Launch a forward pass.
 
         ``keep [n]`` int32: input with the tokens that continue after the last attention; None = all tokens continue.
         """
-        inputs = self._entering(size), self._positions[:size]
+        active, exchange = self._attention.active(step), self._peers.exchange(size)
+        return self._forward(self._entering(size), self._positions[:size], active, keep, exchange)
 
-        def launches(step: RotatingAttentionStep) -> torch.Tensor:
-            return self._forward(*inputs, self._attention.active(step), keep, self._peers.exchange(size))
-
-        width = self._attention.heads * self._attention.head_dim
+    def _capture_pieces(
+        self, size: int, keep: torch.Tensor | None, pool: "_POOL_HANDLE", stream: torch.cuda.Stream
+    ) -> None:
+        """Capture the pieces for ``size`` tokens. ``keep``: see ``_launch``."""
+        launches, width = partial(self._launch, size, keep), self._attention.heads * self._attention.head_dim
         nothing = NoAttention(width)
         launches(nothing)  # allocates the workspaces of libraries
-        piece = _Piece(*capture_between(launches, width, pool, stream), keep)
-        piece.replay(nothing)  # the first launch uploads the graphs
-        return piece
+        graph = _Graph(*capture_between(launches, width, pool, stream), keep)
+        graph.replay(nothing)  # the first launch uploads the graphs
+        self._graphs[_Kind(size, mixed=False, trimmed=keep is not None)] = graph
+
+    def _capture_mixed(
+        self,
+        size: int,
+        keep: torch.Tensor | None,
+        page_table: torch.Tensor,
+        pool: "_POOL_HANDLE",
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """Capture the forward pass for ``size`` tokens with its attention. ``keep``: see ``_launch``."""
+        step = self._attention.prepare_mixed(self._mixed[size], self._positions[:size], page_table)
+        launches = partial(self._launch, size, keep, step)
+        launches()  # compiles kernels
+        replay, leaving = capture_whole(launches, pool, stream)
+        replay()  # the first launch uploads the graph
+        graph = _Graph(lambda _: replay(), leaving, keep)
+        self._graphs[_Kind(size, mixed=True, trimmed=keep is not None)] = graph
 
 
-class _Piece(NamedTuple):
-    replay: Replay
+class _Kind(NamedTuple):
+    size: int  # tokens
+    mixed: bool  # one graph with attention, instead of pieces
+    trimmed: bool  # few tokens continue after the last attention
+
+
+class _Graph(NamedTuple):
+    replay: Callable[[Any], None]  # takes the attention of the step
     leaving: torch.Tensor  # the output of the stage
     keep: torch.Tensor | None
 
@@ -203,6 +257,14 @@ def capture_between(
             cuts.end()
     torch.cuda.synchronize()
     return cuts.replay, borrowed(outcome)
+
+
+def capture_whole(
+    launches: Callable[[], torch.Tensor], pool: "_POOL_HANDLE", stream: torch.cuda.Stream
+) -> tuple[Callable[[], None], torch.Tensor]:
+    """Capture ``launches`` as one CUDA graph. The results are as those of ``capture_between``."""
+    replay, outcome = capture(launches, pool, stream)
+    return replay, borrowed(outcome)
 
 
 class _Bytes:

@@ -5,7 +5,7 @@ Each rank of a replica receives the same plans and keeps the same state on its h
 
 import gc
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -96,7 +96,7 @@ class CudaRunner:
         """
         if pieces:
             self._pieces = StepPieces(
-                self._forward, self._attention, self._peers, pieces, self._device, has_experts=has_experts
+                self._forward, self._attention, self._peers, pieces, self._state.page_table, has_experts=has_experts
             )
         parts = self._forward, skinny, self.cache, self._attention, self._sampler, self._state, self._slots
         # Padding also chooses experts, whose weights are then read: twice as many for a step of one row.
@@ -257,7 +257,7 @@ class CudaRunner:
         batch = CudaBatch(
             slots, positions, self._state.page_table, decodes, arrays.longest, arrays.chunks, arrays.groups, prefix
         )
-        attention = self._attention.prepare(batch, self._slots.page_table, put)
+        attention: Any = launcher.prepare(size, arrays, batch, self._slots.page_table, put)
         self._upload(place)
         entering = self._enter(place, part, size)
         updates.apply(self._state, self.cache)
