@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.common.plan.result import Timing
 from services.scheduler.engine.pace import Pace
 
 
@@ -184,3 +185,59 @@ def test_the_first_stage_runs_dry_before_the_last_does():
         pace.sent(10.0, 0.7, full=True)
         pace.sent(10.0, 0.7, full=True)
     assert [pace.is_starving(10.1, 3) for pace in paces] == [False, True]
+
+
+class Device:
+    """A worker that measures its steps, each of ``tokens`` tokens. Results and plans take ``link_s`` each."""
+
+    def __init__(self, link_s: float) -> None:
+        self.pace, self.now, self.link_s = Pace(), 100.0, link_s
+        self.free_at = self.now
+        self.due: list[tuple[float, Timing]] = []
+        self.ahead = 2
+        self.idle_s = self.queued_s = 0.0
+
+    def run(self, steps: list[float]) -> "Device":
+        """Run steps of these seconds. A step has a token for each microsecond."""
+        for step_s in steps:
+            while True:
+                self.ahead = self.pace.plans_ahead(self.ahead, 2, 16)
+                later_s = self.pace.until_needed(self.now, hold_long=False)
+                if len(self.due) < self.ahead and (not self.due or self.now + later_s < self.due[0][0]):
+                    break
+                self.now, timing = self.due.pop(0)
+                self.pace.result_received(self.now, timing)
+            self.now += later_s
+            self.pace.sent(self.now, 0.0001, full=True, tokens=round(step_s * 1e6))
+            arrived = self.now + self.link_s
+            idle_s, queued_s = max(0.0, arrived - self.free_at), max(0.0, self.free_at - arrived)
+            self.idle_s, self.queued_s = self.idle_s + idle_s, self.queued_s + queued_s
+            self.free_at = max(arrived, self.free_at) + step_s
+            timing = Timing(device=round(step_s * 1e9), idle=round(idle_s * 1e9), queued=round(queued_s * 1e9))
+            self.due.append((self.free_at + self.link_s, timing))
+        return self
+
+
+DECODES, MIXED = [0.0009] * 400, [0.0009, 0.0009, 0.004] * 400
+
+
+@pytest.mark.parametrize("steps", [DECODES, MIXED, [0.006] * 400], ids=["decodes", "mixed", "long"])
+@pytest.mark.parametrize("link_s", [0.0003, 0.001, 0.0025])
+def test_plans_arrive_just_before_they_are_needed(steps, link_s):
+    """A request that arrives meanwhile gets into a plan that is sent late."""
+    device = Device(link_s).run(steps * 3)
+    device.idle_s = device.queued_s = 0.0
+    device.run(steps)
+    assert device.idle_s < 0.03 * sum(steps)
+    assert device.queued_s / len(steps) < 2 * link_s + 0.002
+
+
+def test_more_distant_workers_get_plans_earlier():
+    queued = [Device(link_s).run(DECODES * 4).pace.plans_ahead(2, 2, 16) for link_s in (0.0003, 0.001, 0.0025)]
+    assert queued == sorted(queued)
+    assert queued[0] < queued[-1]
+
+
+def test_plans_of_a_worker_that_does_not_measure_are_sent_at_once():
+    loop = Loop(0.01, 0.0001, 0.0001).run(40)
+    assert loop.pace.until_needed(loop.now, hold_long=False) == 0.0

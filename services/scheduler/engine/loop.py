@@ -38,7 +38,7 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-_SHARED_S = 600.0  # after requests of two keys ran together, plans are sent late for this time
+_SHARED_S = 600.0  # after requests of two keys ran together, plans behind long steps are sent late for this time
 
 
 class EngineLoop:
@@ -251,11 +251,11 @@ class EngineLoop:
     def _hold_plan(self, now: float) -> float:
         """Return the seconds for which to delay the next plan.
 
-        It is delayed only if keys share the worker, or did recently.
+        Behind a long step it is delayed only if keys share the worker, or did recently.
         """
         if self._core.state.several_keys:
             self._shared_until = now + _SHARED_S
-        return self._pace.until_needed(now) if now < self._shared_until else 0.0
+        return self._pace.until_needed(now, hold_long=now < self._shared_until)
 
     def _send(self, stream: WorkerStream, plan: PlannedStep) -> None:
         message = encode_plan(plan)
@@ -288,7 +288,7 @@ class EngineLoop:
             log.error("the worker sent an invalid result", reason=str(error))
             self._abandon(stream, str(error))
             return
-        self._pace.result_received(received.received_s)
+        self._pace.result_received(received.received_s, received.result.timing)
         self._core.step_s = self._pace.step_s
         # The step's output is collected before the next result, so that there is one message for each step.
         self._events.extend(self._core.take_output())

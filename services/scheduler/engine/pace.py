@@ -1,16 +1,21 @@
-"""Measures steps and plans, and decides how many plans to keep in flight."""
+"""Measures steps and plans, and decides how many plans to keep in flight, and when to send the next one."""
 
 import math
 from collections import deque
 from dataclasses import dataclass
 
+from services.common.plan.result import Timing
 from services.scheduler.engine.step_times import StepTimes
 
 MOST_AHEAD = 16  # plans in flight, however short steps are
 _RECENT = 0.2  # weight of the newest value in a smoothed value
-# A plan takes one to two milliseconds to the worker and back, so the worker must have more work than that.
-_COVER_S = 0.004
-# The plan after a step of at least this duration may be sent late: before this part of the step remains.
+# A result takes some time to the scheduler, and the next plan to the worker. Meanwhile the worker needs other work.
+# This time starts in the middle. It grows with every plan that is late, and shrinks slowly: 2 % of the plans are late.
+_COVER_S, _LEAST_COVER_S, _MOST_COVER_S = 0.004, 0.001, 0.008
+_LATE, _IN_TIME = 1.1, 0.998
+# A plan was late if the device idled for this time before its step, and the worker did not queue the plan.
+_IDLE_NS, _QUEUED_NS = 50_000, 200_000
+# Plans behind a step of at least this duration are sent late on request: before this part of the step remains.
 _LONG_STEP_S = 0.02
 _LEAD = 0.25
 
@@ -28,6 +33,8 @@ class Pace:
         self._sent: deque[tuple[float, _Kind, int]] = deque()  # plans in flight, with their tokens
         self._last_answer = 0.0
         self._lead = 0.0
+        self._cover_s = _COVER_S  # work that the worker needs when the next plan is sent
+        self._timed = False  # results have times of the device
 
     def begin(self, lead: float = 0.0) -> None:
         """Reset the state for a new worker.
@@ -36,7 +43,7 @@ class Pace:
         results. This number of further plans must be in flight, or the first stage would wait.
         """
         self._sent.clear()
-        self._lead = lead
+        self._lead, self._cover_s, self._timed = lead, _COVER_S, False
 
     def sent(self, now: float, build_s: float, *, full: bool, tokens: int = 0) -> None:
         """Record a plan of ``tokens`` tokens that took ``build_s`` seconds to build."""
@@ -44,34 +51,44 @@ class Pace:
         kind.plan_s = _smooth(kind.plan_s, build_s)
         self._sent.append((now, kind, tokens))
 
-    def result_received(self, at: float) -> None:
+    def result_received(self, at: float, timing: Timing | None = None) -> None:
         """Record the result of the oldest plan in flight, received ``at`` this time.
 
-        The worker started the plan when it received it, or when the plan before was done.
+        If ``timing`` has no time of the device, the worker is assumed to have started the plan when it was sent, or
+        when the plan before was done.
         """
         sent, kind, tokens = self._sent.popleft()
         step_s = max(at - max(sent, self._last_answer), 0.0)
+        self._timed = timing is not None and timing.device > 0 and not self._lead
+        if timing is not None and self._timed:
+            step_s = timing.device * 1e-9
+            if sent < self._last_answer:  # another plan was in flight
+                late = timing.idle > _IDLE_NS and timing.queued < _QUEUED_NS
+                cover_s = self._cover_s * (_LATE if late else _IN_TIME)
+                self._cover_s = min(max(cover_s, _LEAST_COVER_S), _MOST_COVER_S)
         self.step_s, kind.step_s = _smooth(self.step_s, step_s), _smooth(kind.step_s, step_s)
         self._last_answer = at
         if tokens:
             self.times.note(tokens, step_s)
 
-    def until_needed(self, now: float) -> float:
-        """Return the seconds until the worker needs its next plan, or 0 if this is unknown or steps are short.
+    def until_needed(self, now: float, *, hold_long: bool) -> float:
+        """Return the seconds until the worker needs its next plan, or 0 if this is unknown.
 
-        A request that arrives before the plan is built is included in it.
+        A request that arrives before the plan is built is included in it. If ``hold_long`` is false, a plan behind a
+        long step is needed at once. So is a plan behind a short step that the worker does not measure.
         """
         if self._lead or not self._sent:
             return 0.0
         expected = [self.times.expected_s(tokens) for _, _, tokens in self._sent]
-        if expected[0] is None or expected[0] < _LONG_STEP_S:
+        if expected[0] is None or not (hold_long if expected[0] >= _LONG_STEP_S else self._timed):
             return 0.0
         began = max(self._sent[0][0], self._last_answer)
         left = sum(each or 0.0 for each in expected) - (now - began)
-        return max(0.0, left - max(_LEAD * expected[0], 2 * self._full.plan_s, _COVER_S))
+        margin = max(2 * self._full.plan_s, self._cover_s)
+        return max(0.0, left - max(margin, _LEAD * expected[0] if expected[0] >= _LONG_STEP_S else 0.0))
 
     def plans_ahead(self, now: int, least: int, most: int) -> int:
-        """Return how many plans to keep in flight, from ``least`` to ``most``. ``now`` is the current number.
+        """Return the most plans to keep in flight, from ``least`` to ``most``. ``now`` is the current number.
 
         There must be enough that short steps do not wait for plans. Each further plan wastes a row of every sequence
         that finishes. A reduction by one plan is not worth the change.
@@ -79,7 +96,9 @@ class Pace:
         least = min(math.ceil(least + self._lead), most)
         if not self.step_s:
             return max(least, min(now, most))
-        wanted = max(least, min(math.ceil(_COVER_S / self.step_s + self._lead), most))
+        expected = (self.times.expected_s(tokens) for _, _, tokens in self._sent)
+        shortest = min([self.step_s, *(each for each in expected if each)])
+        wanted = max(least, min(math.ceil(self._cover_s / shortest + self._lead), most))
         return now if least < wanted == now - 1 else wanted
 
     def is_starving(self, now: float, most_in_flight: int) -> bool:
