@@ -74,12 +74,12 @@ def test_piecewise_cuda_graphs_serve_the_steps_that_the_host_would_launch_too_sl
         return choices(gpu(139), shape, **flags)[0].piecewise_tokens
 
     assert tokens(use_cudagraphs=False) == 0
-    assert tokens(max_tokens_per_forward=8192) == 1024
+    assert tokens(max_tokens_per_forward=8192) == 2048
     assert tokens(max_tokens_per_forward=512) == 512
     assert tokens(max_tokens_per_forward=8192, tp_size=2) == 8192
     assert tokens(tp_size=2, piecewise_cudagraph_max_tokens=0) == 0
     assert tokens("qwen3-30b-a3b", max_seqs_per_forward=4096) == 4096
-    assert tokens("qwen3-30b-a3b", max_seqs_per_forward=64) == 1024
+    assert tokens("qwen3-30b-a3b", max_seqs_per_forward=64) == 2048
     assert choices(cpu(20))[0].piecewise_tokens == 0
 
 

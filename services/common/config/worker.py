@@ -79,8 +79,9 @@ class WorkerFlags(Config):
     )
     piecewise_cudagraph_max_tokens: Annotated[AutoInt, within(0, 2**31), Needs("use_cudagraphs"), CudaOnly()] = Field(
         "auto",
-        description="most tokens of a step that is captured in pieces, as CUDA graphs between its attentions; 0: none;"
-        " auto: 1024, or max_tokens_per_forward with tp_size=2 or more, or max_seqs_per_forward with experts",
+        description="most tokens of a step with prompts that is captured, as one CUDA graph or as graphs between its"
+        " attentions; 0: none; auto: 2048, or max_tokens_per_forward with tp_size=2 or more, or max_seqs_per_forward"
+        " with experts",
     )
     compile_cache_dir: str = Field(
         "~/.cache/tokasaurus", min_length=1, description="where compiled kernels are kept between starts"

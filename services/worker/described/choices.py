@@ -44,7 +44,7 @@ _OLDER_RATE = 0.5  # speed of a multiprocessor before compute capability 9.0, re
 # Rows times parameters of a layer from which an H200 runs the layer longer than the host takes to launch it.
 _WORK_PER_LAYER = 6.3e10
 _MOST_GRAPH_ROWS, _FEWEST_GRAPH_ROWS = 1024, 32
-_PIECEWISE_TOKENS = 1024
+_PIECEWISE_TOKENS = 2048
 _LAUNCHED_SLOWLY = "larger steps take the device longer than the host to launch them"
 # Share of the memory left after the weights that steps, page tables and CUDA graphs may use.
 _SHARE_OF_STEPS = 0.25

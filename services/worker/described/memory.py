@@ -128,7 +128,8 @@ def graph_bytes(config: ChosenWorkerConfig, local: ModelConfig, item: int) -> in
     largest = min(config.cudagraph_max_size, config.max_seqs_per_forward)
     pieces = piece_sizes(config.piecewise_tokens) if config.piecewise_tokens else []
     captured = len(pieces) + sum(kept_in_piece(size) < size for size in pieces)
-    piecewise = config.piecewise_tokens * _token_bytes(local, item) + captured * (len(local.layers) + 1) * _PIECE_BYTES
+    graphs = captured * (len(local.layers) + 2)  # also a graph of the whole forward pass
+    piecewise = config.piecewise_tokens * _token_bytes(local, item) + graphs * _PIECE_BYTES
     return len(sizes_up_to(largest)) * _GRAPH_BYTES + piecewise
 
 

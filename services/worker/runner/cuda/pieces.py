@@ -81,10 +81,10 @@ class StepPieces:
                 keeps.append(torch.zeros(2, kept, dtype=torch.int32, device=device)[1])
             for keep in keeps:
                 self._capture_pieces(size, keep, pool, stream)
-            if attention.captures_chunks:
+            if attention.captures_chunks and size <= self._host_bound:
                 self._mixed[size] = attention.mixed_inputs(size)
-            for keep in keeps if attention.captures_chunks else ():
-                self._capture_mixed(size, keep, page_table, pool, stream)
+                for keep in keeps:
+                    self._capture_mixed(size, keep, page_table, pool, stream)
         deactivate()
 
     def __len__(self) -> int:
