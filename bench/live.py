@@ -37,6 +37,8 @@ from services.common.flags import Bool, Float, Int, Ints
 
 _GAP_S = 0.1  # between two traced requests
 _BATCH_LINES = 20_000
+_BUSY = "toka_device_busy_seconds_total"  # 0 on a CPU
+_DEVICE = _BUSY, "toka_device_idle_seconds_total", "toka_device_late_seconds_total"
 
 
 class LiveConfig(TargetConfig):
@@ -134,25 +136,25 @@ def measure_rate(config: LiveConfig, target: Target, rate: float, number: int, p
 def idle_shares(samples: Sequence[Sample]) -> dict[str, float]:
     """Return the shares of time in which the device idled, by what it waited for. Empty if the server has no figures.
 
-    ``host``: a planned step was not launched yet. ``plan``: no step was planned, although sequences ran or waited.
-    ``requests``: there were no sequences.
+    ``host``: the worker had a plan and did not launch it yet. ``plan``: the worker had no plan, although sequences ran
+    or waited. ``requests``: there were no sequences.
     """
     shares = {"host": 0.0, "plan": 0.0, "requests": 0.0}
     seconds = 0.0
-    for before, after in itertools.pairwise(samples):
+    # The server updates its figures about once a second, so the time between two updates counts.
+    updates = [
+        after for before, after in itertools.pairwise(samples) if after.metrics.get(_BUSY) != before.metrics.get(_BUSY)
+    ]
+    for before, after in itertools.pairwise(updates):
         took = after.at - before.at
-        busy, host = (
-            after.metrics.get(name, 0.0) - before.metrics.get(name, 0.0)
-            for name in ("toka_device_busy_seconds_total", "toka_device_idle_seconds_total")
-        )
+        busy, idle, late = (after.metrics.get(name, 0.0) - before.metrics.get(name, 0.0) for name in _DEVICE)
         seconds += took
-        rest = max(0.0, took - busy - host)
         waiting = before.metrics.get("toka_num_requests_waiting", 0.0)
-        idle = not (before.running or after.running or waiting)
-        shares["host"] += host
-        shares["requests" if idle else "plan"] += rest
-    measured = samples and samples[-1].metrics.get("toka_device_busy_seconds_total")  # 0 on a CPU
-    return {name: share / seconds for name, share in shares.items()} if measured else {}
+        unused = not (before.running or after.running or waiting)
+        shares["host"] += idle - late
+        shares["plan"] += late
+        shares["requests" if unused else "plan"] += max(0.0, took - busy - idle)
+    return {name: share / seconds for name, share in shares.items()} if seconds else {}
 
 
 def _drive(

@@ -13,10 +13,11 @@ from bench.waterfall import STAGES, Waterfall, mean
 from services.cli.bench.exchange import Reply
 
 
-def sample(at: float, busy: float, host: float, running: int = 0, waiting: int = 0) -> Sample:
+def sample(at: float, busy: float, idle: float, running: int = 0, waiting: int = 0, late: float = 0.0) -> Sample:
     metrics = {
         "toka_device_busy_seconds_total": busy,
-        "toka_device_idle_seconds_total": host,
+        "toka_device_idle_seconds_total": idle,
+        "toka_device_late_seconds_total": late,
         "toka_num_requests_running": running,
         "toka_num_requests_waiting": waiting,
     }
@@ -25,13 +26,16 @@ def sample(at: float, busy: float, host: float, running: int = 0, waiting: int =
 
 def test_idle_time_is_divided_by_its_cause():
     samples = [
-        sample(10.0, 1.0, 0.5),
-        sample(11.0, 1.0, 0.5, running=3),  # first sequences after an idle second, for which no step was planned
-        sample(12.0, 1.5, 0.75, running=3),
-        sample(13.0, 2.5, 0.75),
-        sample(14.0, 2.5, 0.75),
+        sample(9.0, 1.0, 0.5),  # of unknown age
+        sample(10.0, 1.25, 0.5),
+        sample(11.0, 1.5, 0.75),  # without sequences for half of this second
+        sample(11.5, 1.5, 0.75, running=3),  # not updated yet
+        sample(12.0, 2.0, 1.0, running=3, late=0.125),
+        sample(14.0, 3.5, 1.25, running=3, late=0.125),  # no step was planned for a quarter of a second
+        sample(14.5, 3.5, 1.25),
     ]
-    assert idle_shares(samples) == pytest.approx({"host": 0.25 / 4, "plan": (1 + 0.25) / 4, "requests": 1 / 4})
+    host, plan, requests = 0.25 + 0.125 + 0.25, 0.125 + 0.25 + 0.25, 0.5
+    assert idle_shares(samples) == pytest.approx({"host": host / 4, "plan": plan / 4, "requests": requests / 4})
 
 
 def test_a_server_without_figures_of_its_device_has_no_idle_shares():

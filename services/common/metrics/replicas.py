@@ -128,8 +128,14 @@ _COUNTERS = (
     ),
     _Figure(
         "toka_device_idle_seconds",
-        "Time in which the device waited for the host although the next step was planned",
+        "Time in which the device waited although the next step was planned",
         "device_idle_ns",
+        scale=1e-9,
+    ),
+    _Figure(
+        "toka_device_late_seconds",
+        "The part of toka_device_idle_seconds in which the plan was still on its way to the worker",
+        "device_late_ns",
         scale=1e-9,
     ),
 )

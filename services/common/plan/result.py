@@ -43,6 +43,11 @@ class Timing:
     idle: int = 0  # the device had nothing to do since the step before
     queued: int = 0  # from the plan's arrival to its start
 
+    @property
+    def late(self) -> int:
+        """The part of ``idle`` in which the plan had not arrived."""
+        return max(0, self.idle - self.queued - self.prepare)
+
 
 def _no_logprobs() -> np.ndarray:
     return np.zeros(0, np.float32)

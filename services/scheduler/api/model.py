@@ -15,7 +15,7 @@ from services.scheduler.core.stopping.automaton import Automaton
 from tokasaurus.common.v1.sampling_pb2 import Sampling
 from tokasaurus.scheduler.v1 import generate_pb2, observe_pb2
 
-CONTRACT_VERSION = "1.15"
+CONTRACT_VERSION = "1.16"
 # Cached automata of stop strings. An automaton of the longest strings takes 60 MB.
 _AUTOMATA = 256
 _AUTOMATA_BYTES = 128 * 1024 * 1024

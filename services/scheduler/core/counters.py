@@ -39,3 +39,4 @@ class Counters:
     step_tokens: int = 0
     tail_rows: int = 0
     tail_steps: int = 0
+    device_late_ns: int = 0

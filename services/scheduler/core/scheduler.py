@@ -325,9 +325,11 @@ class Scheduler:
         check_result(result, pending.sampling, self.state.pool.shape)
         del self._pending[result.step]
         self.quarantine.result_received()
-        self.state.queue.counters.device_busy_ns += result.timing.device
+        counters, timing = self.state.queue.counters, result.timing
+        counters.device_busy_ns += timing.device
         if pending.queued:  # otherwise the device had no work
-            self.state.queue.counters.device_idle_ns += result.timing.idle
+            counters.device_idle_ns += timing.idle
+            counters.device_late_ns += timing.late
         self._results.take(result, now_ns)
         self._end_broken()
 

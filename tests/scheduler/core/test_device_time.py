@@ -30,6 +30,12 @@ def test_idle_time_counts_only_when_the_next_plan_was_there():
     assert counters.device_idle_ns == 7 * 3
 
 
+def test_a_plan_that_was_there_was_not_late():
+    assert Timing(idle=9).late == 9
+    assert Timing(idle=9, queued=2, prepare=3).late == 4
+    assert Timing(idle=9, queued=2, prepare=8).late == 0
+
+
 def test_a_result_s_device_time_is_read():
     timing = plan_pb2.StepTiming(device_ns=5, idle_ns=3)
     result = decode_result(plan_pb2.StepResult(step=1, timing=timing))
