@@ -290,12 +290,15 @@ class Scheduler:
 
         The forecast assumes that pages are released this number of plans after the last token. A higher limit delays
         releases beyond the forecast, so it is set only if the pool suffices for all running sequences at their limits.
+        A lower limit brings releases forward, but not to plans that were sent already.
         """
-        more = plans - self.state.queue.steps_ahead
-        if more > 0 and self.state.attached:
-            if not self.state.pool.holds_longest():
+        more, pool = plans - self.state.queue.steps_ahead, self.state.pool
+        if more and self.state.attached:
+            if more > 0 and not pool.holds_longest():
                 return
-            self.state.pool.slots.end_step[self.state.pool.slots.running_slots()] += more
+            running = pool.slots.running_slots()
+            ends = pool.slots.end_step[running]
+            pool.slots.end_step[running] = np.maximum(ends + more, np.minimum(ends, pool.step + 1))
         self.state.queue.steps_ahead = plans
 
     def plan(self, now_ns: int, *, light: bool = False) -> PlannedStep | None:

@@ -311,3 +311,38 @@ def test_a_page_that_a_cancelled_sample_would_have_kept_is_counted_until_its_hol
     driver.submit([40 + index % 10 for index in range(10)], max_tokens=14)
     driver.run()  # every plan finds the pages it needs
     assert driver.core.state.pool.pages.in_use == 0
+
+
+def test_a_limit_of_plans_in_flight_that_changes_often_leaves_the_forecast():
+    shape = FakeShape(vocab_size=62, page_size=4, page_count=400, max_slots=4, max_tokens_per_step=64,
+                      max_context_tokens=64, first_token=2)  # fmt: skip
+    driver, others = (Driver(shape, steps_ahead=2) for _ in range(2))
+    for each in (driver, others):
+        for count in (20, 33, 40):
+            each.submit([2, 3], max_tokens=count)
+        each.step()
+    for _ in range(50):
+        driver.core.set_steps_ahead(6)
+        driver.core.set_steps_ahead(2)
+    assert curve_of(driver).tolist() == curve_of(others).tolist()
+    for each in (driver, others):
+        each.step()
+    assert curve_of(driver).tolist() == curve_of(others).tolist()
+
+
+def test_a_lower_limit_does_not_end_sequences_before_the_plans_in_flight():
+    shape = FakeShape(vocab_size=62, page_size=4, page_count=400, max_slots=4, max_tokens_per_step=64,
+                      max_context_tokens=64, first_token=2)  # fmt: skip
+    driver = Driver(shape, steps_ahead=2)
+    driver.submit([2, 3], max_tokens=4)
+    driver.submit([2, 3], max_tokens=40)
+    driver.core.set_steps_ahead(6)
+    while driver.plan():
+        pass
+    slots = driver.core.state.pool.slots
+    driver.core.set_steps_ahead(2)
+    assert sorted(slots.end_step[slots.running_slots()].tolist()) == [7, 42]
+    while driver.answer():
+        pass
+    driver.plan()
+    assert (driver.plans[-1].step, slots.running) == (7, 1)
