@@ -188,11 +188,14 @@ def test_the_first_stage_runs_dry_before_the_last_does():
 
 
 class Device:
-    """A worker that measures its steps, each of ``tokens`` tokens. Results and plans take ``link_s`` each."""
+    """A worker that measures its steps, each of ``tokens`` tokens. Results and plans take ``link_s`` each.
 
-    def __init__(self, link_s: float) -> None:
-        self.pace, self.now, self.link_s = Pace(), 100.0, link_s
-        self.free_at = self.now
+    The device begins a step as soon as its host does, and the host launches it for ``prepare_s``.
+    """
+
+    def __init__(self, link_s: float, prepare_s: float = 0.0) -> None:
+        self.pace, self.now, self.link_s, self.prepare_s = Pace(), 100.0, link_s, prepare_s
+        self.free_at = self.host_free_at = self.now
         self.due: list[tuple[float, Timing]] = []
         self.ahead = 2
         self.idle_s = self.queued_s = 0.0
@@ -210,10 +213,15 @@ class Device:
             self.now += later_s
             self.pace.sent(self.now, 0.0001, full=True, tokens=round(step_s * 1e6))
             arrived = self.now + self.link_s
-            idle_s, queued_s = max(0.0, arrived - self.free_at), max(0.0, self.free_at - arrived)
+            started = max(arrived, self.host_free_at)
+            idle_s, queued_s = max(0.0, started - self.free_at), max(0.0, self.free_at - arrived)
             self.idle_s, self.queued_s = self.idle_s + idle_s, self.queued_s + queued_s
-            self.free_at = max(arrived, self.free_at) + step_s
-            timing = Timing(device=round(step_s * 1e9), idle=round(idle_s * 1e9), queued=round(queued_s * 1e9))
+            self.host_free_at = started + self.prepare_s
+            began = max(started, self.free_at)
+            self.free_at = max(began + step_s, self.host_free_at)
+            nanoseconds = (round(each * 1e9) for each in (self.prepare_s, self.free_at - began, idle_s))
+            prepare, device, idle = nanoseconds
+            timing = Timing(prepare=prepare, device=device, idle=idle, queued=round((started - arrived) * 1e9))
             self.due.append((self.free_at + self.link_s, timing))
         return self
 
@@ -230,6 +238,30 @@ def test_plans_arrive_just_before_they_are_needed(steps, link_s):
     device.run(steps)
     assert device.idle_s < 0.03 * sum(steps)
     assert device.queued_s / len(steps) < 2 * link_s + 0.002
+
+
+@pytest.mark.parametrize("link_s", [0.0003, 0.001, 0.0025])
+@pytest.mark.parametrize(("step_s", "prepare_s"), [(0.012, 0.004), (0.008, 0.006), (0.006, 0.006)])
+def test_plans_arrive_in_time_if_the_host_launches_a_step_for_long(step_s, prepare_s, link_s):
+    """The host still launches a step that the device already runs, so that time does not excuse a late plan."""
+    device = Device(link_s, prepare_s).run([step_s] * 1500)
+    device.idle_s = 0.0
+    device.run([step_s] * 400)
+    assert device.idle_s < 0.03 * 400 * step_s
+
+
+def test_the_time_of_a_step_includes_the_host_s_if_plans_wait_for_the_host():
+    pace = Pace()
+    timing = Timing(prepare=3_000_000, device=1_000_000, idle=2_000_000, queued=5_000_000)
+    for step in range(20):
+        pace.sent(100.0 + 0.003 * (step - 2), 0.0001, full=True, tokens=8)
+        pace.result_received(100.0 + 0.003 * step, timing)
+    assert pace.step_s == pytest.approx(0.003)
+    late = Timing(prepare=3_000_000, device=1_000_000, idle=2_000_000)
+    for step in range(20, 80):
+        pace.sent(100.0 + 0.003 * (step - 2), 0.0001, full=True, tokens=8)
+        pace.result_received(100.0 + 0.003 * step, late)
+    assert pace.step_s == pytest.approx(0.001, rel=0.01)
 
 
 def test_more_distant_workers_get_plans_earlier():

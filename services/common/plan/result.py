@@ -48,6 +48,11 @@ class Timing:
         """The part of ``idle`` in which the plan had not arrived."""
         return max(0, self.idle - self.queued - self.prepare)
 
+    @property
+    def avoidable(self) -> int:
+        """The part of ``idle`` that an earlier plan would have avoided: no plan was queued."""
+        return max(0, self.idle - self.queued)
+
 
 def _no_logprobs() -> np.ndarray:
     return np.zeros(0, np.float32)

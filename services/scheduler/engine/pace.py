@@ -13,7 +13,7 @@ _RECENT = 0.2  # weight of the newest value in a smoothed value
 # This time starts in the middle. It grows with every plan that is late, and shrinks slowly: 2 % of the plans are late.
 _COVER_S, _LEAST_COVER_S, _MOST_COVER_S = 0.004, 0.001, 0.008
 _LATE, _IN_TIME = 1.1, 0.998
-# A plan was late if the device waited for it for this time.
+# A plan was late if the device was idle for this time and no plan was queued.
 _LATE_NS = 50_000
 # Plans behind a step of at least this duration are sent late on request: before this part of the step remains.
 _LONG_STEP_S = 0.02
@@ -61,9 +61,10 @@ class Pace:
         step_s = max(at - max(sent, self._last_answer), 0.0)
         self._timed = timing is not None and timing.device > 0 and not self._lead
         if timing is not None and self._timed:
-            step_s = timing.device * 1e-9
+            # A device that idles although the plan is queued waits for the host, which then limits the rate of steps.
+            step_s = (timing.device + timing.idle - timing.avoidable) * 1e-9
             if sent < self._last_answer:  # another plan was in flight
-                cover_s = self._cover_s * (_LATE if timing.late > _LATE_NS else _IN_TIME)
+                cover_s = self._cover_s * (_LATE if timing.avoidable > _LATE_NS else _IN_TIME)
                 self._cover_s = min(max(cover_s, _LEAST_COVER_S), _MOST_COVER_S)
         self.step_s, kind.step_s = _smooth(self.step_s, step_s), _smooth(kind.step_s, step_s)
         self._last_answer = at
