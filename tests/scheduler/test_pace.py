@@ -198,13 +198,15 @@ class Device:
         self.free_at = self.host_free_at = self.now
         self.due: list[tuple[float, Timing]] = []
         self.ahead = 2
+        self.limits = 0  # changes of the limit of plans in flight
         self.idle_s = self.queued_s = 0.0
 
     def run(self, steps: list[float]) -> "Device":
         """Run steps of these seconds. A step has a token for each microsecond."""
         for step_s in steps:
             while True:
-                self.ahead = self.pace.plans_ahead(self.ahead, 2, 16)
+                before, self.ahead = self.ahead, self.pace.plans_ahead(self.ahead, 2, 16)
+                self.limits += self.ahead != before
                 later_s = self.pace.until_needed(self.now, hold_long=False)
                 if len(self.due) < self.ahead and (not self.due or self.now + later_s < self.due[0][0]):
                     break
@@ -238,6 +240,14 @@ def test_plans_arrive_just_before_they_are_needed(steps, link_s):
     device.run(steps)
     assert device.idle_s < 0.03 * sum(steps)
     assert device.queued_s / len(steps) < 2 * link_s + 0.002
+
+
+@pytest.mark.parametrize("link_s", [0.0003, 0.001, 0.0025])
+def test_prompts_among_short_steps_hardly_change_the_limit_of_plans(link_s):
+    """A core with few free pages refuses to raise the limit again."""
+    device = Device(link_s).run(MIXED * 2)
+    device.limits = 0
+    assert device.run(MIXED).limits <= 20
 
 
 @pytest.mark.parametrize("link_s", [0.0003, 0.001, 0.0025])

@@ -15,6 +15,9 @@ _COVER_S, _LEAST_COVER_S, _MOST_COVER_S = 0.004, 0.001, 0.008
 _LATE, _IN_TIME = 1.1, 0.998
 # A plan was late if the device was idle for this time and no plan was queued.
 _LATE_NS = 50_000
+# Growth of the shortest step with each result, so that a short step raises the limit of plans for about 100 steps. The
+# limit costs nothing if plans are sent late, and a core with few free pages refuses to raise it again.
+_GROWTH = 1.01
 # Plans behind a step of at least this duration are sent late on request: before this part of the step remains.
 _LONG_STEP_S = 0.02
 _LEAD = 0.25
@@ -35,6 +38,7 @@ class Pace:
         self._lead = 0.0
         self._cover_s = _COVER_S  # work that the worker needs when the next plan is sent
         self._timed = False  # results have times of the device
+        self._shortest_s = math.inf  # shortest expected step of those sent recently
 
     def begin(self, lead: float = 0.0) -> None:
         """Reset the state for a new worker.
@@ -43,13 +47,14 @@ class Pace:
         results. This number of further plans must be in flight, or the first stage would wait.
         """
         self._sent.clear()
-        self._lead, self._cover_s, self._timed = lead, _COVER_S, False
+        self._lead, self._cover_s, self._timed, self._shortest_s = lead, _COVER_S, False, math.inf
 
     def sent(self, now: float, build_s: float, *, full: bool, tokens: int = 0) -> None:
         """Record a plan of ``tokens`` tokens that took ``build_s`` seconds to build."""
         kind = self._full if full else self._light
         kind.plan_s = _smooth(kind.plan_s, build_s)
         self._sent.append((now, kind, tokens))
+        self._shortest_s = min(self._shortest_s, self.times.expected_s(tokens) or math.inf)
 
     def result_received(self, at: float, timing: Timing | None = None) -> None:
         """Record the result of the oldest plan in flight, received ``at`` this time.
@@ -67,7 +72,7 @@ class Pace:
                 cover_s = self._cover_s * (_LATE if timing.avoidable > _LATE_NS else _IN_TIME)
                 self._cover_s = min(max(cover_s, _LEAST_COVER_S), _MOST_COVER_S)
         self.step_s, kind.step_s = _smooth(self.step_s, step_s), _smooth(kind.step_s, step_s)
-        self._last_answer = at
+        self._last_answer, self._shortest_s = at, self._shortest_s * _GROWTH
         if tokens:
             self.times.note(tokens, step_s)
 
@@ -96,9 +101,8 @@ class Pace:
         least = min(math.ceil(least + self._lead), most)
         if not self.step_s:
             return max(least, min(now, most))
-        expected = (self.times.expected_s(tokens) for _, _, tokens in self._sent)
-        shortest = min([self.step_s, *(each for each in expected if each)])
-        wanted = max(least, min(math.ceil(self._cover_s / shortest + self._lead), most))
+        shortest_s = min(self.step_s, self._shortest_s) if self._timed else self.step_s
+        wanted = max(least, min(math.ceil(self._cover_s / shortest_s + self._lead), most))
         return now if least < wanted == now - 1 else wanted
 
     def is_starving(self, now: float, most_in_flight: int) -> bool:
