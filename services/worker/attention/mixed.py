@@ -10,9 +10,9 @@ _CHUNKS = 16
 
 
 class MixedInputs:
-    """The tensors that a graph of ``size`` tokens reads, as one block, into which each step copies its own.
+    """The tensors that a graph of ``size`` tokens reads. They are views of one block, which each step replaces.
 
-    A block of zeros and slots of -1 has no effect.
+    Slots of -1 and tiles of zeros have no effect.
     """
 
     def __init__(self, size: int, tile_tokens: int, device: torch.device) -> None:

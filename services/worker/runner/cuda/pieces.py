@@ -1,7 +1,7 @@
 """CUDA graphs of forward passes with chunks or prefixes, which decode graphs do not support.
 
-A step is padded to one of a few sizes. If its attention depends on values only, the forward pass is one graph.
-Otherwise it is piecewise: the work between two attention calls is a graph, and attention is launched eagerly.
+A step is padded to one of a few sizes. If the launches of its attention depend only on this size, the forward pass is
+one graph. Otherwise it is piecewise: the work between two attentions is a graph, and attention is launched eagerly.
 """
 
 import contextlib
