@@ -193,8 +193,8 @@ class Device:
     The device begins a step as soon as its host does, and the host launches it for ``prepare_s``.
     """
 
-    def __init__(self, link_s: float, prepare_s: float = 0.0) -> None:
-        self.pace, self.now, self.link_s, self.prepare_s = Pace(), 100.0, link_s, prepare_s
+    def __init__(self, link_s: float, prepare_s: float = 0.0, least: int = 2) -> None:
+        self.pace, self.now, self.link_s, self.prepare_s, self.least = Pace(), 100.0, link_s, prepare_s, least
         self.free_at = self.host_free_at = self.now
         self.due: list[tuple[float, Timing]] = []
         self.ahead = 2
@@ -205,7 +205,7 @@ class Device:
         """Run steps of these seconds. A step has a token for each microsecond."""
         for step_s in steps:
             while True:
-                before, self.ahead = self.ahead, self.pace.plans_ahead(self.ahead, 2, 16)
+                before, self.ahead = self.ahead, self.pace.plans_ahead(self.ahead, self.least, 16)
                 self.limits += self.ahead != before
                 later_s = self.pace.until_needed(self.now, hold_long=False)
                 if len(self.due) < self.ahead and (not self.due or self.now + later_s < self.due[0][0]):
@@ -255,6 +255,14 @@ def test_prompts_among_short_steps_hardly_change_the_limit_of_plans(link_s):
 def test_plans_arrive_in_time_if_the_host_launches_a_step_for_long(step_s, prepare_s, link_s):
     """The host still launches a step that the device already runs, so that time does not excuse a late plan."""
     device = Device(link_s, prepare_s).run([step_s] * 1500)
+    device.idle_s = 0.0
+    device.run([step_s] * 400)
+    assert device.idle_s < 0.03 * 400 * step_s
+
+
+@pytest.mark.parametrize(("step_s", "link_s", "least"), [(0.01, 0.012, 4), (0.015, 0.006, 2), (0.002, 0.012, 14)])
+def test_more_plans_hide_a_slow_link(step_s, link_s, least):
+    device = Device(link_s, least=least).run([step_s] * 1500)
     device.idle_s = 0.0
     device.run([step_s] * 400)
     assert device.idle_s < 0.03 * 400 * step_s

@@ -134,7 +134,7 @@ _COUNTERS = (
     ),
     _Figure(
         "toka_device_late_seconds",
-        "The part of toka_device_idle_seconds in which the plan was still on its way to the worker",
+        "The part of toka_device_idle_seconds that an earlier plan would have avoided",
         "device_late_ns",
         scale=1e-9,
     ),

@@ -45,12 +45,7 @@ class Timing:
 
     @property
     def late(self) -> int:
-        """The part of ``idle`` in which the plan had not arrived."""
-        return max(0, self.idle - self.queued - self.prepare)
-
-    @property
-    def avoidable(self) -> int:
-        """The part of ``idle`` that an earlier plan would have avoided: no plan was queued."""
+        """The part of ``idle`` that an earlier plan would have avoided, because no plan was queued."""
         return max(0, self.idle - self.queued)
 
 

@@ -10,7 +10,7 @@ from services.scheduler.engine.step_times import StepTimes
 MOST_AHEAD = 16  # plans in flight, however short steps are
 _RECENT = 0.2  # weight of the newest value in a smoothed value
 # A result takes some time to the scheduler, and the next plan to the worker. Meanwhile the worker needs other work.
-# This time starts in the middle. It grows with every plan that is late, and shrinks slowly: 2 % of the plans are late.
+# The estimate of this time grows with every late plan, and shrinks with every other plan: 2 % of the plans are late.
 _COVER_S, _LEAST_COVER_S, _MOST_COVER_S = 0.004, 0.001, 0.008
 _LATE, _IN_TIME = 1.1, 0.998
 # A plan was late if the device was idle for this time and no plan was queued.
@@ -39,6 +39,7 @@ class Pace:
         self._cover_s = _COVER_S  # work that the worker needs when the next plan is sent
         self._timed = False  # results have times of the device
         self._shortest_s = math.inf  # shortest expected step of those sent recently
+        self._least = 1  # plans in flight that the operator wants
 
     def begin(self, lead: float = 0.0) -> None:
         """Reset the state for a new worker.
@@ -66,11 +67,11 @@ class Pace:
         step_s = max(at - max(sent, self._last_answer), 0.0)
         self._timed = timing is not None and timing.device > 0 and not self._lead
         if timing is not None and self._timed:
-            # A device that idles although the plan is queued waits for the host, which then limits the rate of steps.
-            step_s = (timing.device + timing.idle - timing.avoidable) * 1e-9
+            # A device that is idle while the plan is queued waits for the host, which then limits the rate of steps.
+            step_s = (timing.device + timing.idle - timing.late) * 1e-9
             if sent < self._last_answer:  # another plan was in flight
-                cover_s = self._cover_s * (_LATE if timing.avoidable > _LATE_NS else _IN_TIME)
-                self._cover_s = min(max(cover_s, _LEAST_COVER_S), _MOST_COVER_S)
+                cover_s = self._cover_s * (_LATE if timing.late > _LATE_NS else _IN_TIME)
+                self._cover_s = min(max(cover_s, _LEAST_COVER_S), max(_MOST_COVER_S, self._least * self.step_s))
         self.step_s, kind.step_s = _smooth(self.step_s, step_s), _smooth(kind.step_s, step_s)
         self._last_answer, self._shortest_s = at, self._shortest_s * _GROWTH
         if tokens:
@@ -98,7 +99,7 @@ class Pace:
         There must be enough that short steps do not wait for plans. Each further plan wastes a row of every sequence
         that finishes. A reduction by one plan is not worth the change.
         """
-        least = min(math.ceil(least + self._lead), most)
+        self._least = least = min(math.ceil(least + self._lead), most)
         if not self.step_s:
             return max(least, min(now, most))
         shortest_s = min(self.step_s, self._shortest_s) if self._timed else self.step_s

@@ -30,10 +30,10 @@ def test_idle_time_counts_only_when_the_next_plan_was_there():
     assert counters.device_idle_ns == 7 * 3
 
 
-def test_a_plan_that_was_there_was_not_late():
+def test_idle_time_is_late_unless_a_plan_was_queued():
     assert Timing(idle=9).late == 9
-    assert Timing(idle=9, queued=2, prepare=3).late == 4
-    assert Timing(idle=9, queued=2, prepare=8).late == 0
+    assert Timing(idle=9, queued=2, prepare=30).late == 7
+    assert Timing(idle=9, queued=11).late == 0
 
 
 def test_a_result_s_device_time_is_read():
