@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 from pydantic import Field
 
+from bench.gpus import Gpus
 from bench.server import Server, report, serve
 from services.common.config import from_command_line
 from services.common.flags import Config, Int
-from services.common.host.resources import gpu_names, visible_gpus
 
 TIMEOUT_S = 1800.0
 PROMPTS = [[2 + 7 * number, *range(40, 140 + 50 * number)] for number in range(8)]
@@ -89,22 +89,9 @@ def post(client: httpx.Client, path: str) -> dict[str, Any]:
 
 
 def free_share() -> float | None:
-    """Return the smallest share of free memory of a visible GPU, or None without an NVIDIA driver."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    memories = [pynvml.nvmlDeviceGetMemoryInfo(_handle(pynvml, name)) for name in gpu_names(visible_gpus() or "")]
-    return min((round(1 - each.used / each.total, 4) for each in memories), default=None)
-
-
-def _handle(nvml: Any, name: str) -> Any:
-    """Return the handle of the GPU ``name`` of ``CUDA_VISIBLE_DEVICES``: an index or a UUID."""
-    return nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else nvml.nvmlDeviceGetHandleByUUID(name)
+    """Return the smallest share of free memory of a visible GPU, or None without one."""
+    gpus = Gpus.visible()
+    return None if gpus is None else gpus.free_share()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Samples of a server under load: its ``/metrics`` every quarter second, and the CPU time of its processes."""
+"""Samples of a server under load, every quarter second.
+
+They have its ``/metrics``, and if this program started it, the CPU time of its processes and the energy of the GPUs.
+"""
 
 import time
 from collections.abc import Sequence
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import httpx
 
+from bench.gpus import Gpus
 from bench.processes import Usage
 from bench.target import Target
 from services.cli.bench.exchange import Reply
@@ -25,6 +29,7 @@ class Sample:
     at: float  # time.perf_counter
     metrics: dict[str, float]
     cpu_s: dict[str, float]
+    joules: float | None = None  # energy of the visible GPUs so far; None = not measured
 
     @property
     def generated(self) -> float | None:
@@ -44,6 +49,7 @@ class Watch:
         self.samples: list[Sample] = []
         self._client = httpx.Client(base_url=target.url, trust_env=False, timeout=5)
         self._usage = None if target.pid is None else Usage(target.pid)
+        self._gpus = None if target.pid is None else Gpus.visible()
         self._next = 0.0
 
     def __enter__(self) -> "Watch":
@@ -69,7 +75,8 @@ class Watch:
             return
         if answer.status_code == httpx.codes.OK:
             cpu = {} if self._usage is None else self._usage.seconds()
-            self.samples.append(Sample(time.perf_counter(), read_metrics(answer.text), cpu))
+            joules = None if self._gpus is None else self._gpus.joules()
+            self.samples.append(Sample(time.perf_counter(), read_metrics(answer.text), cpu, joules))
 
 
 def read_metrics(text: str) -> dict[str, float]:
@@ -111,7 +118,10 @@ def summary(samples: Sequence[Sample]) -> dict[str, float]:
         return last.metrics.get(name, 0.0) - first.metrics.get(name, 0.0)
 
     if first.generated is not None and last.generated is not None:
-        found["tokens_per_second"] = (last.generated - first.generated) / seconds
+        tokens = last.generated - first.generated
+        found["tokens_per_second"] = tokens / seconds
+        if first.joules is not None and last.joules is not None and tokens:
+            found["joules_per_token"] = (last.joules - first.joules) / tokens
     if steps := grew("toka_steps_total"):
         found |= {"steps": steps, "ms_per_step": 1000 * seconds / steps}
     for name, part, whole in (

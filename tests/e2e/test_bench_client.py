@@ -1,8 +1,13 @@
 """The client and the watcher of the benchmarks: they count what happened, and a failure is never an answer."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pynvml
 import pytest
 
 from bench import latency
+from bench.gpus import Gpus
 from bench.send import failures, send_all
 from bench.server import free_port
 from bench.target import Target, TargetConfig, ratios
@@ -62,6 +67,26 @@ def test_the_steady_state_is_what_lies_between_the_first_and_the_last_full_sampl
     assert found["cores_gateway"] == 0.25
     assert steady([sample(0, 0, 0), sample(1, 0, 0)]) == []
     assert summary([]) == {}
+    assert "joules_per_token" not in found
+    measured = [replace(each, joules=300.0 * each.at) for each in samples]
+    assert summary(steady(measured))["joules_per_token"] == 3
+
+
+def test_energy_and_memory_are_those_of_all_visible_gpus():
+    def refuse(handle: int) -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    counting = SimpleNamespace(
+        NVMLError=pynvml.NVMLError,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetHandleByUUID=["GPU-a", "GPU-b"].index,
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: 1000 + 500 * handle,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=1 + handle, total=4),
+    )
+    gpus = Gpus(counting, ["0", "GPU-b"])
+    assert (gpus.joules(), gpus.free_share()) == (2.5, 0.5)
+    counting.nvmlDeviceGetTotalEnergyConsumption = refuse
+    assert gpus.joules() is None
 
 
 def test_a_baseline_is_a_name_and_a_figure(capsys):
