@@ -73,6 +73,22 @@ def test_steps_with_groups_and_with_long_contexts_are_pieces(plain, cuda, launch
     assert [mixed for _, mixed in launched] == [True, False, False]
 
 
+def test_a_step_with_more_tiles_than_the_graph_is_pieces(plain, cuda, launched, monkeypatch):
+    from services.worker.attention import mixed
+
+    monkeypatch.setattr(mixed, "_CHUNKS", 0)  # a graph of 16 tokens has one tile
+    assert tokens_of(cuda(8, pieces=96)) == tokens_of(plain)
+    assert launched == [(16, True), (16, False), (16, False)]
+
+
+def test_several_programs_for_a_decode_row_leave_the_rows_of_chunks(plain, cuda, launched, monkeypatch):
+    from services.worker.attention import cuda as attention
+
+    monkeypatch.setattr(attention, "choose_splits", lambda *_: 3)
+    assert tokens_of(cuda(8, pieces=96)) == tokens_of(plain)
+    assert launched == [(16, True)] * 3
+
+
 def test_a_block_that_has_too_many_tiles_is_refused():
     inputs = MixedInputs(32, 16, DEVICE)
     slots = np.arange(20, dtype=np.int32)
