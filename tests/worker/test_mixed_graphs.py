@@ -76,7 +76,8 @@ def test_steps_with_groups_and_with_long_contexts_are_pieces(plain, cuda, launch
 def test_a_step_with_more_tiles_than_the_graph_is_pieces(plain, cuda, launched, monkeypatch):
     from services.worker.attention import mixed
 
-    monkeypatch.setattr(mixed, "_CHUNKS", 0)  # a graph of 16 tokens has one tile
+    monkeypatch.setattr(mixed, "_CHUNKS", 0)
+    monkeypatch.setattr(mixed, "_CHUNK_TOKENS", 32)  # a graph of 16 tokens has one tile
     assert tokens_of(cuda(8, pieces=96)) == tokens_of(plain)
     assert launched == [(16, True), (16, False), (16, False)]
 
@@ -90,6 +91,7 @@ def test_several_programs_for_a_decode_row_leave_the_rows_of_chunks(plain, cuda,
 
 
 def test_a_block_that_has_too_many_tiles_is_refused():
+    assert len(MixedInputs(1024, 32, DEVICE).tiles) == 32 + 64
     inputs = MixedInputs(32, 16, DEVICE)
     slots = np.arange(20, dtype=np.int32)
     tiles = np.ones((18, TILE_FIELDS), np.int32)

@@ -5,8 +5,8 @@ import torch
 
 from services.worker.attention.spans import TILE_FIELDS
 
-# Chunks of a step that always fit. Each may have a tile that is not full.
-_CHUNKS = 16
+# A step fits that has this number of chunks, or chunks of this number of tokens. Each may have a tile that is not full.
+_CHUNKS, _CHUNK_TOKENS = 16, 16
 
 
 class MixedInputs:
@@ -17,7 +17,7 @@ class MixedInputs:
 
     def __init__(self, size: int, tile_tokens: int, device: torch.device) -> None:
         """``tile_tokens`` is the number of query tokens in a tile of the kernel for chunks."""
-        self._size, self._tiles = size, size // tile_tokens + _CHUNKS
+        self._size, self._tiles = size, size // tile_tokens + max(_CHUNKS, size // _CHUNK_TOKENS)
         self._block = torch.from_numpy(self._empty()).to(device)
         self.token_slots, self.decode_slots = self._block[:size], self._block[size : 2 * size]
         self.tiles = self._block[2 * size :].view(self._tiles, TILE_FIELDS)
