@@ -1,8 +1,13 @@
 """``/health``, ``/health_generate``, ``/ready``, ``/ping`` and ``/metrics``: for supervisors and dashboards."""
 
+import asyncio
+from collections.abc import Iterator
+
 from fastapi import Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from services.common.keys import ADMIN
 from services.gateway.http.errors import response
@@ -57,6 +62,20 @@ async def ready(request: Request) -> Response:
 
 @metrics_router.get(METRICS, response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Return the metrics as Prometheus text."""
+    """Return the metrics as Prometheus text. Streams of other requests continue while the text is written."""
     gateway: Gateway = request.app.state.gateway
-    return Response(generate_latest(gateway.registry), media_type=CONTENT_TYPE_LATEST)
+    texts = []
+    for family in list(gateway.registry.collect()):
+        texts.append(generate_latest(_Family(family)))
+        await asyncio.sleep(0)
+    return Response(b"".join(texts), media_type=CONTENT_TYPE_LATEST)
+
+
+class _Family(Collector):
+    """One family of metrics, already collected."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._family
