@@ -17,7 +17,7 @@ pytestmark = [needs_triton, pytest.mark.usefixtures("triton_ready", "device_with
 
 @pytest.fixture
 def launched(monkeypatch) -> list[tuple[int, bool]]:
-    """For each step behind decode graphs: its padded tokens, and whether it was one graph."""
+    """For each step that no decode graph serves: its padded tokens, and whether it was one graph."""
     from services.worker.runner.cuda.pieces import MixedBlock, StepPieces
 
     seen, run = [], StepPieces.run
@@ -53,7 +53,7 @@ def test_steps_with_chunks_are_one_graph(plain, cuda, launched):
     assert launched == [(16, True)] * 3
 
 
-def test_a_backend_that_plans_on_the_host_leaves_pieces(plain, cuda, launched, monkeypatch):
+def test_with_a_backend_that_plans_on_the_host_they_are_pieces(plain, cuda, launched, monkeypatch):
     from services.worker.attention.cuda import CudaAttention
 
     monkeypatch.setattr(CudaAttention, "captures_chunks", False)
