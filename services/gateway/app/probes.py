@@ -72,7 +72,7 @@ async def metrics(request: Request) -> Response:
 
 
 class _Family(Collector):
-    """One family of metrics, already collected."""
+    """A family of metrics that is already collected."""
 
     def __init__(self, family: Metric) -> None:
         self._family = family
