@@ -13,7 +13,7 @@ from services.worker.described.heads import laid_out
 from services.worker.described.ranks import ALONE
 from tests.foreign_models import make_foreign_checkpoint
 from tests.worker.driver import Driver, admission, batch
-from tests.worker.interpreter import DEVICE, needs_triton
+from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
 from tests.worker.no_streams import device_without_streams
 
 __all__ = ["device_without_streams"]
@@ -80,8 +80,12 @@ def on_cuda(directory, graphs: int, pieces: int) -> Driver:
     indirect=True,
 )
 @pytest.mark.parametrize(("graphs", "pieces"), [(0, 0), pytest.param(8, 32, marks=pytest.mark.slow)])
-def test_tokens_are_those_of_the_runner_for_cpus(directory, graphs, pieces):
+def test_tokens_are_those_of_the_runner_for_cpus(directory, graphs, pieces, monkeypatch):
     """In float32, from a prompt in chunks, a short one beside it, and a cached prefix."""
+    from services.worker.attention.cuda import CudaAttention
+
+    if INTERPRETED:  # graphs with attention take minutes, because each has tiles for many chunks
+        monkeypatch.setattr(CudaAttention, "captures_chunks", False)
     flags = FLAGS.model_dump(include={"page_size", "kv_cache_num_tokens", "max_tokens_per_forward"})
     plain = Driver(boot(WorkerConfig(model=str(directory), device="cpu", max_seqs_per_forward=16, **flags)).runner)
     prompts = [prompt_of(27), prompt_of(3, 1)]
