@@ -16,6 +16,7 @@ from services.gateway.engine.metrics import RequestMetrics
 from services.gateway.engine.replica import Replica
 from services.gateway.engine.request import PromptRequest, Settings
 from services.gateway.engine.session import Timings
+from tests.gateway.turns import counting_turns
 
 
 @pytest.fixture
@@ -83,22 +84,13 @@ async def test_a_request_without_a_scheduler_is_told_what_is_wrong_with_each():
 async def test_other_tasks_run_while_many_prompts_of_one_request_are_sent(monkeypatch):
     monkeypatch.setattr("services.common.process.time_slice.SLICE_S", 0.0)
     fleet = Fleet([f"127.0.0.1:{free_port()}"], tokenizer_fingerprint="0", metrics=RequestMetrics(), timings=Timings())
-    turns = 0
-
-    async def others() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
     fleet.start()
-    other = asyncio.create_task(others())
     try:
         jobs = [PromptRequest(f"r-{n}", "m", np.array([1], np.uint32), 5, None, Settings()) for n in range(1000)]
-        (await fleet.generate(jobs, streaming=False)).close()
-        assert turns >= len(jobs)
+        async with counting_turns() as turns:
+            (await fleet.generate(jobs, streaming=False)).close()
+        assert turns.count >= len(jobs)
     finally:
-        other.cancel()
         await fleet.stop()
 
 

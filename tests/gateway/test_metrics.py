@@ -1,6 +1,5 @@
 """Our own histogram, and what schedulers report, as Prometheus reads them."""
 
-import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from services.gateway.app.probes import metrics as metrics_page
 from services.gateway.engine.metrics import Histogram, RequestMetrics, make_registry
 from services.gateway.engine.numbers import Numbers
 from services.gateway.engine.replica_metrics import ReplicaMetrics
+from tests.gateway.turns import counting_turns
 from tokasaurus.scheduler.v1 import observe_pb2
 
 
@@ -117,17 +117,8 @@ def test_every_counter_of_a_scheduler_is_shown():
 async def test_other_tasks_run_while_the_page_is_written():
     """Writing all families takes 10 ms, for which streams would stand still."""
     registry = make_registry(RequestMetrics(), ReplicaMetrics([]), [Path("none")], lambda: "m")
-    turns = 0
-
-    async def stream() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    task = asyncio.create_task(stream())
     state = SimpleNamespace(gateway=SimpleNamespace(registry=registry))
-    response = await metrics_page(SimpleNamespace(app=SimpleNamespace(state=state)))
-    task.cancel()
+    async with counting_turns() as turns:
+        response = await metrics_page(SimpleNamespace(app=SimpleNamespace(state=state)))
     assert response.body == generate_latest(registry)
-    assert turns >= len(list(registry.collect())) > 20
+    assert turns.count >= len(list(registry.collect())) > 20
