@@ -301,7 +301,7 @@ def test_experts_have_the_integers_of_their_checkpoint(quantization, checkpoint)
 
 
 def test_experts_stay_in_dtype_on_gpus():
-    """As the checkpoint has them there, because ``GroupedLinear`` has no product of experts."""
+    """On GPUs, the layers of integers are ``GroupedLinear``, which has no product of experts."""
     assert storage_like(GroupedLinear(64, 64, bits=4)) == "dtype"
 
 
