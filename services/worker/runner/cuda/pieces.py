@@ -119,8 +119,6 @@ class StepPieces:
         self._entering(size).copy_(entering)
         self._positions[:size].copy_(positions)  # the code of some models rotates queries and keys itself
         mixed = isinstance(attention, MixedBlock)
-        if isinstance(attention, MixedBlock):
-            self._mixed[size].set(attention.values)
         few = None if keep is None else self._graphs.get(_Kind(size, mixed, trimmed=True))
         if keep is not None and few is not None and few.keep is not None and len(keep) <= len(few.keep):
             few.keep[: len(keep)].copy_(keep)  # the rest keeps valid indices of an earlier step of this size
@@ -161,12 +159,18 @@ class StepPieces:
         stream: torch.cuda.Stream,
     ) -> None:
         """Capture the forward pass for ``size`` tokens with its attention. ``keep``: see ``_launch``."""
-        step = self._attention.prepare_mixed(self._mixed[size], self._positions[:size], page_table)
+        inputs = self._mixed[size]
+        step = self._attention.prepare_mixed(inputs, self._positions[:size], page_table)
         launches = partial(self._launch, size, keep, step)
         launches()  # compiles kernels
-        replay, leaving = capture_whole(launches, pool, stream)
-        replay()  # the first launch uploads the graph
-        graph = _Graph(lambda _: replay(), leaving, keep)
+        replay_whole, leaving = capture_whole(launches, pool, stream)
+        replay_whole()  # the first launch uploads the graph
+
+        def replay(attention: MixedBlock) -> None:
+            inputs.set(attention.values)
+            replay_whole()
+
+        graph = _Graph(replay, leaving, keep)
         self._graphs[_Kind(size, mixed=True, trimmed=keep is not None)] = graph
 
 
