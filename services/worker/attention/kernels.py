@@ -24,6 +24,7 @@ _INDICES = numba.int64[::1]
 _PAGE_TABLE = numba.int32[:, ::1]
 _MATRIX = numba.float32[:, ::1]
 _LINE = 64  # bytes of a cache line
+_AHEAD = 12 << 10  # bytes between a read and what is prefetched meanwhile; with less, reads wait for memory
 _LOG2_E = 1.4426950408889634
 
 
@@ -77,9 +78,31 @@ def _make_store(head_dim: int, page_size: int, storage: Storage) -> Callable[...
     return compile_function(store, signature, constants=(head_dim, page_size, element.bitwidth))
 
 
+@numba.njit(nogil=True)
+def _list_reads(key_pages, value_pages, slots, firsts, lengths, page_table, width, ahead):
+    """Return the addresses of the pages that ``attend`` reads, in this order, for each head.
+
+    ``width`` is that of a key in bytes. The last address is there ``ahead`` times more.
+    """
+    heads, page_size, total = key_pages.shape[1], key_pages.shape[2], 0
+    for index in range(slots.shape[0]):
+        total += (lengths[index] - 1) // page_size - firsts[index] // page_size + 1
+    reads, count = np.empty(2 * heads * total + ahead, np.int64), 0
+    for index in range(slots.shape[0]):
+        places = page_table[slots[index], firsts[index] // page_size : (lengths[index] - 1) // page_size + 1]
+        for head in range(heads):
+            for start in (key_pages.ctypes.data, value_pages.ctypes.data):
+                for page in places:
+                    reads[count] = start + (np.int64(page) * heads + head) * page_size * width
+                    count += 1
+    reads[count:] = reads[count - 1]
+    return reads
+
+
 def _make_attend(head_dim: int, group: int, page_size: int, storage: Storage) -> Callable[..., None]:
     element = ELEMENTS[storage]
-    line = _LINE * 8 // element.bitwidth  # elements
+    line, width = _LINE, head_dim * element.bitwidth // 8  # of a key in bytes
+    ahead = -(-_AHEAD // (page_size * width))  # pages
     # 2**f on [-0.5, 0.5], relative error below 1e-7.
     c1, c2, c3 = np.float32(0.693147182), np.float32(0.240226477), np.float32(0.0555032901)
     c4, c5, c6 = np.float32(0.00961837359), np.float32(0.00133998482), np.float32(0.000153707049)
@@ -93,6 +116,8 @@ def _make_attend(head_dim: int, group: int, page_size: int, storage: Storage) ->
         head_dim]``.
         """
         bits, query_scale = scores.view(np.int32), scale * log2_e
+        reads = _list_reads(key_pages, value_pages, slots, firsts, lengths, page_table, width, ahead)
+        read = 0
         query = np.empty((group, head_dim), np.float32)
         sums = np.empty((group, head_dim), np.float32)
         inverse = np.empty(group, np.float32)
@@ -106,11 +131,12 @@ def _make_attend(head_dim: int, group: int, page_size: int, storage: Storage) ->
                         sums[g, i] = 0
                 done = begin
                 while done < length:
+                    following = reads[read + ahead]
+                    read += 1
                     page = page_table[slot, done // page_size]
-                    following = page_table[slot, done // page_size + 1] if done + page_size < length else page
                     for offset in range(max(first - done, 0), min(page_size, length - done)):
-                        for i in range(0, head_dim, line):
-                            prefetch(key_pages, following, head, offset, i)
+                        for i in range(0, width, line):
+                            prefetch(following + offset * width + i)
                         for g in range(group):
                             score = np.float32(0)
                             for i in range(head_dim):
@@ -137,11 +163,12 @@ def _make_attend(head_dim: int, group: int, page_size: int, storage: Storage) ->
                     inverse[g] = one / total
                 done = begin
                 while done < length:
+                    following = reads[read + ahead]
+                    read += 1
                     page = page_table[slot, done // page_size]
-                    following = page_table[slot, done // page_size + 1] if done + page_size < length else page
                     for offset in range(max(first - done, 0), min(page_size, length - done)):
-                        for i in range(0, head_dim, line):
-                            prefetch(value_pages, following, head, offset, i)
+                        for i in range(0, width, line):
+                            prefetch(following + offset * width + i)
                         for g in range(group):
                             weight = scores[g, done + offset]
                             for i in range(head_dim):

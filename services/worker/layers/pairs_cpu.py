@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from services.worker.described.memory import PANEL_COLUMNS as COLUMNS
 from services.worker.layers.bfloat16_cpu import narrowed
-from services.worker.layers.prefetch_cpu import SECOND_CACHE, emit_prefetch
+from services.worker.layers.prefetch_cpu import emit_prefetch
 
 _LANES = 16
 _VECTORS = COLUMNS // _LANES
@@ -85,7 +85,7 @@ def _generate(
         builder.store(zeros, total)
     add = _add_by_instruction if has_instruction else _add_widened
     with cgutils.for_range(builder, count) as loop:
-        emit_prefetch(builder, builder.add(ahead, builder.mul(loop.index, step)), SECOND_CACHE)
+        emit_prefetch(builder, builder.add(ahead, builder.mul(loop.index, step)))
         start = builder.add(weight, builder.mul(loop.index, _size(COLUMNS * _PAIR)))
         weights = [_load(builder, builder.add(start, _size(64 * index)), _INTEGERS) for index in range(_VECTORS)]
         for row, sums in enumerate(totals):

@@ -13,7 +13,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from services.worker.described.memory import PANEL_COLUMNS as COLUMNS
-from services.worker.layers.prefetch_cpu import SECOND_CACHE, emit_prefetch
+from services.worker.layers.prefetch_cpu import emit_prefetch
 
 IntegerStorage = Literal["int8", "int4"]
 Storage = Literal["float32"] | IntegerStorage
@@ -142,7 +142,7 @@ def _generate(
 
     with cgutils.for_range(builder, count) as loop:
         if ahead is not None:
-            emit_prefetch(builder, builder.add(ahead, builder.mul(loop.index, step)), SECOND_CACHE)
+            emit_prefetch(builder, builder.add(ahead, builder.mul(loop.index, step)))
         _use_row(builder, storage, weight, loop.index, count, add)
     factors = _factors(builder, storage, scale)
     for row, total in enumerate(totals):
