@@ -41,3 +41,19 @@ class Gpus:
             return 1e-3 * sum(self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in self._handles)
         except self._nvml.NVMLError:
             return None
+
+
+class EnergyMeter:
+    """A measurement of the energy of the visible GPUs, which begins with this object."""
+
+    def __init__(self, gpus: Gpus | None) -> None:
+        """``gpus``: None if no energy can be measured."""
+        self._gpus = gpus
+        self._before = None if gpus is None else gpus.joules()
+
+    def per_token(self, tokens: float) -> dict[str, float]:
+        """Return ``joules_per_token`` of ``tokens`` so far, or nothing without a measurement or a token."""
+        now = None if self._gpus is None else self._gpus.joules()
+        if now is None or self._before is None or not tokens:
+            return {}
+        return {"joules_per_token": (now - self._before) / tokens}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
+from bench.gpus import EnergyMeter
 from bench.send import failures, send_all
 from bench.server import report
 from bench.target import Target, TargetConfig, first_target, ratios, rival
@@ -51,7 +52,7 @@ def main() -> None:
 
 
 def measure(config: LatencyConfig, target: Target) -> dict[str, dict[str, float]]:
-    """Return milliseconds by number of streams."""
+    """Return times in milliseconds, and joules, by number of streams."""
     from rich.console import Console
     from rich.table import Table
 
@@ -61,14 +62,16 @@ def measure(config: LatencyConfig, target: Target) -> dict[str, dict[str, float]
     found = {}
     rng = np.random.default_rng(7)
     for count in config.concurrent:
-        rounds = [measure_round(config, target, count, rng) for _ in range(config.rounds + 1)]
-        replies = [reply for answered in rounds[1:] for reply in answered]
+        measure_round(config, target, count, rng)
+        meter = EnergyMeter(target.gpus())
+        replies = [reply for _ in range(config.rounds) for reply in measure_round(config, target, count, rng)]
+        energy = meter.per_token(sum(reply.completion_tokens for reply in replies))
         failures(replies)
         times = StreamTimes.of(replies)
         if times is None:
             raise SystemExit("no request was answered")
         table.add_row(*times.row(count))
-        found[str(count)] = asdict(times)
+        found[str(count)] = asdict(times) | energy
     Console().print(table)
     return found
 

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, PlainValidator, model_validator
 
+from bench.gpus import EnergyMeter, Gpus
 from bench.server import report, serve
 from services.cli.bench.prompts import PromptLengths
 from services.common.config import from_command_line
@@ -141,9 +142,12 @@ def main() -> None:
     flags = dict(flag.split("=", 1) for flag in shlex.split(config.server_flags))
     directory = Path(config.weights or resolve(flags.get("model", "builtin"), weights=True)).resolve()
     with serve(**flags, weight_directories=directory) as server:
+        meter = EnergyMeter(Gpus.visible())
         rollouts, seconds = asyncio.run(measure(config, str(directory), server.grpc_address))
+        figures = summarize(rollouts, seconds)
+        figures |= meter.per_token(figures["tokens"])
     wrong = find_wrong(rollouts)
-    figures = summarize(rollouts, seconds) | {"wrong": len(wrong)}
+    figures["wrong"] = len(wrong)
     for name, value in figures.items():
         print(f"{name:>25} {value if value is None or isinstance(value, int) else round(value, 4)}")
     report(figures)

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
+from bench.gpus import Gpus
 from bench.server import serve
 from services.cli.bench.server import served_model, without_version
+from services.common.addresses import is_loopback
 from services.common.flags import Config, Int, Strings
 from services.common.host.descriptors import raise_limit
 
@@ -67,6 +70,10 @@ class Target:
     url: str
     model: str
     pid: int | None = None
+
+    def gpus(self) -> Gpus | None:
+        """Return the GPUs if the server runs on this host, or None."""
+        return Gpus.visible() if is_loopback(urlsplit(self.url).hostname or "") else None
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Samples of a server under load, every quarter second.
 
-They have its ``/metrics``, and if this program started it, the CPU time of its processes and the energy of the GPUs.
+They have its ``/metrics``, the energy of the GPUs if it runs on this host, and the CPU time of its processes if this
+program started it.
 """
 
 import time
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import httpx
 
-from bench.gpus import Gpus
 from bench.processes import Usage
 from bench.target import Target
 from services.cli.bench.exchange import Reply
@@ -49,7 +49,7 @@ class Watch:
         self.samples: list[Sample] = []
         self._client = httpx.Client(base_url=target.url, trust_env=False, timeout=5)
         self._usage = None if target.pid is None else Usage(target.pid)
-        self._gpus = None if target.pid is None else Gpus.visible()
+        self._gpus = target.gpus()
         self._next = 0.0
 
     def __enter__(self) -> "Watch":

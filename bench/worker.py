@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field
 
+from bench.gpus import Gpus
 from bench.local_worker import MOST_IN_FLIGHT, Feeder, LocalWorker, boot_worker, prepare, read_worker_flags, refuse
 from bench.plan_stream import PAGE_SIZE, MadeUp, RecordedStream
 from bench.server import report
@@ -104,7 +105,7 @@ def run(
     # The profiled steps are in the middle of equal parts of the stream.
     count = 0 if rates is None else config.profiles
     chosen = {int(step) for step in np.linspace(config.skip, total, 2 * count + 1)[1::2]}
-    windows, profiles = Windows(config.window), []
+    windows, profiles = Windows(config.window, Gpus.visible() if worker.on_cuda else None), []
     print(HEADINGS)
     for index, (plan, took_ns) in enumerate(plans):
         sizes = tracker.apply(plan)

@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from bench.admission import POLICIES, BenchConfig, share_prompt
 from bench.coverage import coverage
+from bench.gpus import EnergyMeter, Gpus
 from bench.problems import read_problems
 from bench.rollout import RolloutConfig, Rollouts, Update, find_wrong, first_tokens
 from bench.traces import mix
@@ -175,3 +177,27 @@ def test_samples_of_one_prompt_compute_it_once_and_hold_its_pages_once():
     assert shared.prompt_pages == whole
     assert shared.prefilled_tokens == shared.prompt_tokens + 23  # and the last token once more for each sibling
     assert shared.prefilled_again == rest + shared.second_prompt_tokens - shared.prompt_tokens
+
+
+def test_energy_is_that_since_the_start_for_each_token():
+    driver = SimpleNamespace(
+        NVMLError=RuntimeError,
+        millijoules=5000,
+        nvmlDeviceGetHandleByIndex=int,
+        nvmlDeviceGetTotalEnergyConsumption=lambda gpu: driver.millijoules * (gpu + 1),
+    )
+    meter = EnergyMeter(Gpus(driver, ["0", "1"]))
+    driver.millijoules += 4000
+    assert meter.per_token(6) == {"joules_per_token": 2.0}
+    assert meter.per_token(0) == {}
+
+
+def test_without_a_measurement_there_is_no_energy():
+    def refuse(gpu: int) -> int:
+        raise RuntimeError("not supported")
+
+    silent = SimpleNamespace(
+        NVMLError=RuntimeError, nvmlDeviceGetHandleByIndex=int, nvmlDeviceGetTotalEnergyConsumption=refuse
+    )
+    assert EnergyMeter(Gpus(silent, ["0"])).per_token(6) == {}
+    assert EnergyMeter(None).per_token(6) == {}
