@@ -85,7 +85,9 @@ def _generate(
         builder.store(zeros, total)
     add = _add_by_instruction if has_instruction else _add_widened
     with cgutils.for_range(builder, count) as loop:
-        emit_prefetch(builder, builder.add(ahead, builder.mul(loop.index, step)))
+        place = builder.add(ahead, builder.mul(loop.index, step))
+        emit_prefetch(builder, place)
+        emit_prefetch(builder, builder.add(place, builder.lshr(step, _size(1))))
         start = builder.add(weight, builder.mul(loop.index, _size(COLUMNS * _PAIR)))
         weights = [_load(builder, builder.add(start, _size(64 * index)), _INTEGERS) for index in range(_VECTORS)]
         for row, sums in enumerate(totals):

@@ -1,7 +1,7 @@
 """Matrix products for CPUs, which compiled functions and torch call."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import numba
@@ -27,8 +27,7 @@ WeightStorage = FloatStorage | IntegerStorage
 Function = Callable[..., Any]
 
 _MATRIX = numba.float32[:, ::1]
-# Rows from which on integers are converted to float32 once for all rows, and the next weights are prefetched. With
-# fewer rows, integers are converted in registers, and the processor itself prefetches enough.
+# Rows from which on integers are converted to float32 once for all rows. With fewer rows, registers hold the results.
 _MANY_ROWS = 12
 # Rows from which on torch's library is faster, if registers hold the sums of one row only.
 _LIBRARY_ROWS = 32
@@ -100,27 +99,23 @@ def _make_add_part(storage: FloatStorage) -> Function:
     """Return ``add_part(x, first, count, part, target, stride, ahead, size)``, which adds the product of a part.
 
     The product is that of ``x[:, first : first + count]``, float32 or pairs of bfloat16, and ``part``, the address of
-    ``count`` rows of a panel. ``target`` and ``stride`` are as in ``_make_float_panel``. ``size`` bytes from ``ahead``,
-    which is the address of the next part, are prefetched for many rows.
+    ``count`` rows of a panel. ``target`` and ``stride`` are as in ``_make_float_panel``. After the first block of
+    rows, the part is in a cache. Meanwhile ``size`` bytes from ``ahead``, the address of the next part, are prefetched.
     """
-    block, many, least, line = most_rows(), _MANY_ROWS, _LIBRARY_ROWS, _LINE
-    make = make_add_pairs if storage == "bfloat16" else make_add_product
-    add_block, add_row = make(block), make(1)
+    block, least, line = most_rows(), _LIBRARY_ROWS, _LINE
+    add_rows = _make_add_rows(make_add_pairs if storage == "bfloat16" else make_add_product, block)
 
     @numba.njit(nogil=True)
     def add_part(x, first, count, part, target, stride, ahead, size):
         rows, inputs = x.shape
         row = fetched = 0
-        size = size if rows >= many else 0
+        size = size if rows > block + 2 else 0  # a block of one or two rows is too short
+        lines = 2 * line if rows <= 3 * block else line
         while row < rows:
             source, place = x.ctypes.data + (row * inputs + first) * 4, target + row * stride
-            step = line if fetched < size else 0
-            if row + block <= rows:
-                add_block(source, inputs * 4, part, count, place, stride, ahead + fetched, step)
-                row += block
-            else:
-                add_row(source, inputs * 4, part, count, place, stride, ahead + fetched, step)
-                row += 1
+            step = lines if fetched < size else 0
+            add_rows(rows - row, source, inputs * 4, part, count, place, stride, ahead + fetched, step)
+            row += block
             fetched += count * step
         return row
 
@@ -134,11 +129,37 @@ def _make_add_part(storage: FloatStorage) -> Function:
     return function
 
 
+def _make_add_rows(make: Callable[[int], Function], most: int) -> Function:
+    """Return ``add_rows(rows, ...)``, which calls the function that ``make`` returns for ``min(rows, most)`` rows.
+
+    The other arguments are those of that function.
+    """
+    add_most = make(most)
+    if most == 1:
+
+        @numba.njit(nogil=True)
+        def add_rows(rows, *arguments):
+            add_most(*arguments)
+
+    else:
+        add_fewer = _make_add_rows(make, most - 1)
+
+        @numba.njit(nogil=True)
+        def add_rows(rows, *arguments):
+            if rows >= most:
+                add_most(*arguments)
+            else:
+                add_fewer(rows, *arguments)
+
+    function: Function = add_rows
+    return function
+
+
 def _make_integer_panel(storage: IntegerStorage) -> tuple[Function, Function]:
     """Return functions as ``_make_float_panel``."""
     bits = 8 if storage == "int8" else 4
     block, many, most, group, columns = most_rows(), _MANY_ROWS, _BLOCKS["float32"], INTEGER_GROUP, COLUMNS
-    add_block, add_row = make_add_integer_product(storage, block), make_add_integer_product(storage, 1)
+    add_rows = _make_add_rows(partial(make_add_integer_product, storage), block)
     add_part, widen, line = _make_add_part("float32"), make_widen(storage), _LINE
     stored = group * bits // 8  # rows of a panel that a group takes
     scales = 2 * columns * (8 // bits)  # bytes of the scales of a group
@@ -179,11 +200,10 @@ def _make_integer_panel(storage: IntegerStorage) -> tuple[Function, Function]:
                 integers, factors = weight + index * stored * columns, scale + index * scales
                 total = sums.ctypes.data + (row * groups + index) * 4
                 distance = groups * group * 4
-                if row + block <= rows:
-                    add_block(source, distance, integers, stored, place, stride, factors, total, groups * 4)
-                else:
-                    add_row(source, distance, integers, stored, place, stride, factors, total, groups * 4)
-            row += block if row + block <= rows else 1
+                add_rows(
+                    rows - row, source, distance, integers, stored, place, stride, factors, total, groups * 4
+                )  # fmt: skip
+            row += block
 
     return prepare, add_panel
 

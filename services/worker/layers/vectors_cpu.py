@@ -37,7 +37,7 @@ def make_add_product(rows: int) -> Callable[..., Any]:
     Compiled functions call it with addresses and sizes, all int64, in this order: ``x``, of float32 values, and the
     distance of its rows in bytes; ``weight``, of 64 float32 values a row; the number of rows of ``weight``; ``output``,
     of float32 values, and the distance of its rows in bytes; and ``ahead``, an address, and ``step``, in bytes. Row
-    ``i`` prefetches the cache line at ``ahead + i * step``.
+    ``i`` prefetches the cache lines at ``ahead + i * step`` and half a step further: ``step`` is one line or two.
     """
 
     @intrinsic
@@ -142,7 +142,9 @@ def _generate(
 
     with cgutils.for_range(builder, count) as loop:
         if ahead is not None:
-            emit_prefetch(builder, builder.add(ahead, builder.mul(loop.index, step)))
+            place = builder.add(ahead, builder.mul(loop.index, step))
+            emit_prefetch(builder, place)
+            emit_prefetch(builder, builder.add(place, builder.lshr(step, _size(1))))
         _use_row(builder, storage, weight, loop.index, count, add)
     factors = _factors(builder, storage, scale)
     for row, total in enumerate(totals):

@@ -10,8 +10,8 @@ from services.worker.attention.base import AttentionBatch
 from services.worker.sampling.prompt_logprobs import ScoreSpan
 from services.worker.step.slots import SlotTable
 
-# Fewest tokens of a shard. Each shard reads all weights, so a smaller one is not worth a thread.
-_SMALLEST_SHARD = 16
+# Fewest tokens of a shard. Each shard reads all weights, and the product of one to four rows takes as long as that.
+_SMALLEST_SHARD = 4
 
 
 @dataclass(frozen=True)
