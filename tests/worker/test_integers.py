@@ -110,7 +110,7 @@ def test_a_value_that_is_not_finite_changes_only_its_output(bad, bits):
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("outputs", [64, [40, 30], [128, 64, 64], 1, [1024, 70]])
-@pytest.mark.parametrize("rows", [1, 2, 4, 5, 33, 70])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 33, 70])
 def test_a_product_is_that_with_the_dequantized_weight(rows, outputs, bits):
     width = outputs if isinstance(outputs, int) else sum(outputs)
     x, bias = random(rows, 96, seed=1), random(width, seed=2)
