@@ -1,5 +1,6 @@
 """The inputs of a forward pass on a CPU, made from a batch and the state of the slots, and split into shards."""
 
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -10,8 +11,8 @@ from services.worker.attention.base import AttentionBatch
 from services.worker.sampling.prompt_logprobs import ScoreSpan
 from services.worker.step.slots import SlotTable
 
-# Fewest tokens of a shard. Each shard reads all weights, and the product of one to four rows takes as long as that.
-_SMALLEST_SHARD = 4
+# Tokens of a shard from which on reading all weights takes little of its time.
+_LARGE_SHARD = 16
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def build(batch: Batch, slots: SlotTable, threads: int) -> StepInputs:
             known_tokens[end - count : end] = slots.prompts[rows[row]][begin : begin + count]
         last_of, last_slots = ends[decoding] - 1, rows[decoding]
     samples = ends[begins + counts == slots.known[rows]] - 1
-    pieces = max(1, min(threads, total // _SMALLEST_SHARD))
+    pieces = min(threads, _most_shards(total))
     cuts = [total * index // pieces for index in range(pieces + 1)]
     shards = tuple(
         _cut(start, end, token_slots, positions, ends - counts, ends, samples, rows, slots.page_table)
@@ -70,6 +71,15 @@ def build(batch: Batch, slots: SlotTable, threads: int) -> StepInputs:
         runs = [(int(rows[row]), int(begins[row]), int(ends[row] - counts[row]), int(ends[row])) for row in asked]
         shards = tuple(replace(shard, scores=_scores(shard, runs, slots)) for shard in shards)
     return StepInputs(positions, known_tokens, last_of, last_slots, shards, known_tokens is None)
+
+
+def _most_shards(tokens: int) -> int:
+    """Return the largest useful number of shards.
+
+    All shards read all weights from the same memory. Small shards take as long as these reads, and the more shards, the
+    longer the reads take: each of ``p`` small shards has at least ``2 p`` tokens.
+    """
+    return max(1, tokens // _LARGE_SHARD, math.isqrt(tokens // 2))
 
 
 def _scores(shard: Shard, runs: list[tuple[int, int, int, int]], slots: SlotTable) -> tuple[ScoreSpan, ...]:
