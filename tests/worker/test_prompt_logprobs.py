@@ -57,7 +57,7 @@ def test_they_are_those_of_transformers(checkpoint, reference, runner_for, monke
 
 
 def test_only_what_is_computed_of_the_prompt_has_them(checkpoint, reference, runner_for):
-    driver, prompt = runner_for(), prompt_of(40)
+    driver, prompt = runner_for(torch_num_threads=1), prompt_of(40)
     score(driver, prompt, chunk=40)
     driver.run(releases=[1], batch=batch([0]))
     parts = score(driver, prompt, chunk=40, cached=16, top=0)
@@ -87,7 +87,7 @@ def test_a_start_behind_the_prompt_is_refused(runner_for):
 
 
 def test_generated_tokens_have_none(runner_for):
-    driver, prompt = runner_for(), prompt_of(20)
+    driver, prompt = runner_for(torch_num_threads=1), prompt_of(20)
     admitted = admission(1, prompt, [1, 2], prompt_logprobs=1)
     resumed = dataclasses.replace(admitted, prompt_tokens=12)
     output = driver.run(admissions=(resumed,), batch=batch([1], [20]))
