@@ -62,6 +62,27 @@ async def test_streams_and_others_in_one_message_each_get_their_tokens():
     assert whole.first_token_at is not None
 
 
+async def test_first_tokens_run_before_the_tokens_of_other_streams():
+    end, order, streams = SchedulerEnd(), [], []
+    for _ in range(3):
+        job = PromptRequest("r", "m", np.array([1], np.uint32), 5, None, Settings())
+        streams.append(ActiveRequest([job], streaming=True))
+        end.session.submit(streams[-1].scheduler_requests[0])
+
+    async def read(handle: int) -> None:
+        await streams[handle].wait_updated()
+        order.append(handle)
+
+    for handles in ([0, 1], [0, 1, 2]):
+        readers = [asyncio.create_task(read(handle)) for handle in handles]
+        await asyncio.sleep(0)  # the readers wait now
+        await end.outputs(handles=handles, token_ids=[7] * len(handles))
+        await asyncio.gather(*readers)
+        for handle in handles:
+            streams[handle].samples[0].take()
+    assert order == [0, 1, 2, 0, 1]
+
+
 @pytest.mark.parametrize("counts", [(1, 3, 2), (5, 7, 3)])
 async def test_several_tokens_of_each_sample_in_a_message_are_each_its_own(counts):
     end = SchedulerEnd()

@@ -290,11 +290,12 @@ class Session:
         if len(handles):
             if handles.max() >= len(slots.taken) or not slots.taken[handles].all():
                 raise Unavailable("the scheduler sent tokens for a handle that no sample has")
+            new = slots.last_at[handles] == 0
             self._note_times(handles, step.counts)
             self._store(step)
             per_token = slots.per_token[handles]
             if per_token.any():
-                self._pass_tokens(step, per_token)
+                self._pass_tokens(step, per_token & new, per_token & ~new)
         for handle, start, experts in step.routed:
             sample = self._samples.get(handle)
             if sample is not None and sample.experts is not None:
@@ -381,12 +382,12 @@ class Session:
             rows = step.counts > index
             slots.store(step.handles[rows], step.token_ids[starts[rows] + index])
 
-    def _pass_tokens(self, step: codec.StepTokens, per_token: np.ndarray) -> None:
-        """Pass the tokens of the handles in the mask ``per_token`` to their requests, one sample after the other."""
+    def _pass_tokens(self, step: codec.StepTokens, *masks: np.ndarray) -> None:
+        """Pass the tokens of the handles in each mask to their requests, whose streams continue in this order."""
         ids, logprobs = step.token_ids.tolist(), step.logprobs
         counts = np.ones(len(step.handles), np.int64) if step.counts is None else step.counts
         ends = np.cumsum(counts)
-        rows = np.flatnonzero(per_token)
+        rows = np.concatenate([np.flatnonzero(mask) for mask in masks])
         columns = (step.handles[rows].tolist(), (ends - counts)[rows].tolist(), ends[rows].tolist())
         for handle, start, end in zip(*columns, strict=True):
             sample = self._samples.get(handle)
