@@ -290,12 +290,12 @@ class Session:
         if len(handles):
             if handles.max() >= len(slots.taken) or not slots.taken[handles].all():
                 raise Unavailable("the scheduler sent tokens for a handle that no sample has")
-            new = slots.last_at[handles] == 0
-            self._note_times(handles, step.counts)
+            last = slots.last_at[handles]
+            self._note_times(handles, last, step.counts)
             self._store(step)
             per_token = slots.per_token[handles]
             if per_token.any():
-                self._pass_tokens(step, per_token & new, per_token & ~new)
+                self._pass_tokens(step, per_token & (last == 0), per_token & (last != 0))
         for handle, start, experts in step.routed:
             sample = self._samples.get(handle)
             if sample is not None and sample.experts is not None:
@@ -343,10 +343,9 @@ class Session:
         """Record which weights generated the tokens of a sample that this scheduler does not finish."""
         sample.earlier_spans = join_spans(sample.earlier_spans, self._slots.spans(handle))
 
-    def _note_times(self, handles: np.ndarray, counts: np.ndarray | None) -> None:
-        """Observe latencies. Several tokens in one message count as evenly spaced."""
+    def _note_times(self, handles: np.ndarray, last: np.ndarray, counts: np.ndarray | None) -> None:
+        """Observe latencies since ``last``. Several tokens in one message count as evenly spaced."""
         now, last_step_at, slots = time.perf_counter(), self._last_step_at, self._slots
-        last = slots.last_at[handles]
         slots.last_at[handles] = now
         self._last_step_at = now
         in_step = last == last_step_at
