@@ -200,9 +200,7 @@ def _make_integer_panel(storage: IntegerStorage) -> tuple[Function, Function]:
                 integers, factors = weight + index * stored * columns, scale + index * scales
                 total = sums.ctypes.data + (row * groups + index) * 4
                 distance = groups * group * 4
-                add_rows(
-                    rows - row, source, distance, integers, stored, place, stride, factors, total, groups * 4
-                )  # fmt: skip
+                add_rows(rows - row, source, distance, integers, stored, place, stride, factors, total, groups * 4)
             row += block
 
     return prepare, add_panel
