@@ -1,12 +1,14 @@
 """Decoder with few kernels per layer, for decode steps of few rows on CUDA.
 
 The time of such a step is the time to read the weights plus the cost of each kernel launch. The kernels of a layer are:
-norm and qkv; the kernels of the attention; output and sum; norm, gate, up and their product; down and sum.
+norm and qkv; the kernels of the attention; output and sum; norm, gate, up and their product; down and sum. With several
+ranks, the exchange comes before each sum, which is then one kernel with the next norm.
 
 Weights in fp8 or of integers are multiplied by rows in 16 bits. With weights in fp8, steps with more rows quantize the
 rows too, so their results are less close to the unquantized model.
 """
 
+from functools import partial
 from typing import TypeGuard
 
 import torch
@@ -28,6 +30,7 @@ from services.worker.layers.triton_skinny import (
 )
 from services.worker.models.base import RankModel
 from services.worker.models.decoder import DecoderLayer, DecoderModel
+from services.worker.parallel.exchange import ALONE, Exchange
 
 # Row limit for wide models in fp8, measured on an H200 with Llamas of 1B (hidden size 2,048) and 8B (4,096).
 _MOST_ROWS_WIDE_FP8 = 8
@@ -58,7 +61,7 @@ class SkinnyDecoder:
         if not supports(model):
             raise ValueError(
                 "all products must be of Fp8Linear, BlockFp8Linear, GroupedLinear or transposed Linear, in 16 bits and"
-                " on one rank, and all features of the layers must be in SUPPORTED; use the model itself"
+                " in one stage, and all features of the layers must be in SUPPORTED; use the model itself"
             )
         self._model = model
         wide = model.config.hidden_size >= _WIDE_HIDDEN_SIZE
@@ -71,10 +74,16 @@ class SkinnyDecoder:
         positions: torch.Tensor,
         attention: RotatingAttentionStep,
         keep: torch.Tensor | None = None,
+        exchange: Exchange = ALONE,
     ) -> torch.Tensor:
-        """Return the result of ``DecoderModel.forward`` for at most ``most_rows`` tokens."""
+        """Return the result of ``DecoderModel.forward`` for at most ``most_rows`` tokens.
+
+        ``exchange`` must leave all rows on every rank.
+        """
         model = self._model
-        x = model.vocabulary.embed(token_ids)
+        x = exchange.row(token_ids, model.vocabulary.embed)
+        if model.ranks.tp_size > 1:
+            return self._run_share(x, attention, keep, exchange)
         last = len(model.layers) - 1
         first_input: torch.Tensor | NormInput = x
         for index, layer in enumerate(model.layers):
@@ -83,6 +92,23 @@ class SkinnyDecoder:
             else:
                 x, first_input = self._layer(index, layer, x, first_input, model.layers[index + 1], attention, None)
         return skinny_norm(x, model.norm, model.config.norm_eps)  # type: ignore[arg-type]  # as above
+
+    def _run_share(
+        self, x: torch.Tensor, attention: RotatingAttentionStep, keep: torch.Tensor | None, exchange: Exchange
+    ) -> torch.Tensor:
+        """Return the result of ``__call__`` from the embeddings ``x``, with this rank's share of the products."""
+        model, eps, delta = self._model, self._model.config.norm_eps, None
+        for index, layer in enumerate(model.layers):
+            weights, mlp = layer.attention, layer.dense_mlp
+            attention_norm, mlp_norm = layer.input_norms
+            qkv = skinny_product(model.kernels.norm(x, attention_norm, eps, delta), _weights(weights.qkv))
+            attended = attention.run_qkv(index, qkv, weights.norms)
+            if keep is not None and index == len(model.layers) - 1:
+                x, attended = x.index_select(0, keep), attended.index_select(0, keep)
+            delta = exchange.row(attended, partial(skinny_product, linear=_weights(weights.output)))
+            gated = skinny_product(model.kernels.norm(x, mlp_norm, eps, delta), _weights(mlp.inner), gated=True)
+            delta = exchange.row(gated, partial(skinny_product, linear=_weights(mlp.down)))
+        return model.kernels.norm(x, model.norm, eps, delta)  # type: ignore[arg-type]  # the only stage is the last
 
     def _layer(
         self,
@@ -122,7 +148,7 @@ def supports(model: RankModel) -> TypeGuard[DecoderModel]:
         for linear in (layer.attention.qkv, layer.attention.output, layer.dense_mlp.inner, layer.dense_mlp.down)
     )
     return (
-        model.ranks.alone
+        model.ranks.pp_size == 1
         and model.dtype in (torch.bfloat16, torch.float16)
         and not any(undeclared(layer, SUPPORTED) for layer in model.local.layers)
         and all(_supported(linear) for linear in linears)

@@ -12,6 +12,7 @@ from services.worker.attention.cuda import CudaAttention, CudaBatch
 from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.spans import Spans
 from services.worker.described.memory import sizes_up_to
+from services.worker.parallel.exchange import Alone
 from services.worker.runner.cuda.block import Fields, Layout
 from services.worker.runner.cuda.inputs import padded
 from services.worker.runner.cuda.ring import Ring
@@ -177,16 +178,17 @@ class DecodeGraphs:
     ) -> None:
         """Capture the graphs for up to ``largest`` rows.
 
-        ``skinny`` runs steps of up to ``skinny.most_rows`` rows; None = ``forward`` runs them. ``sampler``: None on a
-        stage that does not sample. If ``pads`` is false, ``forward`` also runs steps of 1, 2 and 4 rows.
-        ``recorder``: stores the experts of each step; None = they are not kept.
+        ``skinny`` runs steps of up to ``skinny.most_rows`` rows, if every rank has all of them; None = ``forward`` runs
+        them. ``sampler``: None on a stage that does not sample. If ``pads`` is false, ``forward`` also runs steps of 1,
+        2 and 4 rows. ``recorder``: stores the experts of each step; None = they are not kept.
         """
         self._skinny, self._peers, self._recorder = skinny, peers, recorder
         self._forward, self._cache, self._attention, self._state = forward, cache, attention, state
         sizes = sizes_up_to(largest, smallest=8 if skinny is None and pads else 1)
-        if skinny is None:
-            sizes = sorted({padded(size, peers.grain if pads else peers.tp_size) for size in sizes})
-        self._sizes = sizes
+        few = [size for size in sizes if skinny is not None and size <= skinny.most_rows]
+        self._most_skinny = max((size for size in few if isinstance(peers.exchange(size), Alone)), default=0)
+        grain = peers.grain if pads else peers.tp_size
+        self._sizes = sizes = sorted({size if size <= self._most_skinny else padded(size, grain) for size in sizes})
         buffer = peers.input_buffer(sizes[-1], state.page_table.device)
         self._stages = attention.context_stages()
         self._graphs: dict[Kind, DecodeGraph] = {}
@@ -263,10 +265,11 @@ class DecodeGraphs:
         token_ids = append_and_gather_inputs(
             appended, inputs.known, slots, positions, state.last_tokens, state.page_table, self._cache.tokens
         )
-        if self._skinny is not None and kind.size <= self._skinny.most_rows:
-            return self._skinny(token_ids, positions, step, None)
+        exchange = self._peers.exchange(kind.size)
+        if self._skinny is not None and kind.size <= self._most_skinny:
+            return self._skinny(token_ids, positions, step, None, exchange)
         entering = token_ids if entering is None else entering
-        leaving = self._forward(entering, positions, step, None, self._peers.exchange(kind.size))
+        leaving = self._forward(entering, positions, step, None, exchange)
         if self._recorder is not None:
             self._recorder.store_at(slots, positions, state.page_table)
         return leaving
