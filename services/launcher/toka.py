@@ -29,7 +29,9 @@ from services.launcher.supervisor import supervise, write_line
 
 ADDRESSES = "scheduler_addresses"
 
-_MASTER_PORTS = 1000  # ports that ``master_port`` is chosen from, from its default on
+# ``master_port`` is one of this number of ports, from its default on. Gateways' ports that are next to each other or a
+# round number apart get ports this far apart or farther. A prime number, so that no common distance is a multiple.
+_MASTER_PORTS, _MASTER_PORT_STEP = 997, 16
 
 log = structlog.get_logger(__name__)
 
@@ -112,11 +114,18 @@ def _with_free_ports(config: ChosenDeploymentConfig, port: int) -> ChosenDeploym
     ports = {"port": port, "grpc_port": config.grpc_port or _free_ports(config.dp_size, 0)}
     if config.tp_size * config.pp_size > 1:
         fields = type(config).model_fields
-        # Restarted ranks use this port again, so the system should not give it to clients. Deployments that start on
-        # one host at the same time have different ports, so they prefer different ones here, too.
-        offset = (port - fields["port"].default) % _MASTER_PORTS
-        ports["master_port"] = _free_ports(config.dp_size, fields["master_port"].default + offset)
+        preferred = preferred_master_port(port - fields["port"].default)
+        ports["master_port"] = _free_ports(config.dp_size, fields["master_port"].default + preferred)
     return config.model_copy(update=ports)
+
+
+def preferred_master_port(offset: int) -> int:
+    """Return how far from its default ``master_port`` should be, if the gateways' port is ``offset`` from its own.
+
+    Restarted ranks use the port again, so the system should not give it to clients. Deployments that start on one host
+    at the same time have different ports, so they prefer different ones here, too.
+    """
+    return offset * _MASTER_PORT_STEP % _MASTER_PORTS
 
 
 def _with_token(config: ChosenDeploymentConfig, runtime_dir: Path) -> ChosenDeploymentConfig:
