@@ -22,7 +22,6 @@ _FLOAT, _INTEGER = ir.FloatType(), ir.IntType(32)
 _FLOATS, _INTEGERS = ir.VectorType(_FLOAT, COLUMNS), ir.VectorType(_INTEGER, COLUMNS)
 _BYTES, _HALVES = ir.VectorType(ir.IntType(8), COLUMNS), ir.VectorType(ir.HalfType(), COLUMNS)
 _STORED = {"float32": _FLOATS, "int8": _BYTES, "int4": _BYTES}
-_FAST = ("reassoc", "contract", "nsz")
 _SCALES = {"float32": 0, "int8": 1, "int4": 2}
 
 
@@ -95,9 +94,10 @@ def make_widen(storage: IntegerStorage) -> Callable[..., Any]:
             factors = _factors(builder, storage, scale)
 
             def store(index: Any, values: Any) -> None:
-                value = builder.fmul(values, factors[0], flags=_FAST)
                 if len(factors) > 1:
-                    value = builder.fadd(value, factors[1], flags=_FAST)
+                    value = _multiply_add(builder, values, factors[0], factors[1])
+                else:
+                    value = builder.fmul(values, factors[0])
                 place = builder.add(target, builder.mul(index, _size(4 * COLUMNS)))
                 builder.store(value, builder.inttoptr(place, _FLOATS.as_pointer()), align=1)
 
@@ -137,8 +137,7 @@ def _generate(
     def add(index: Any, values: Any) -> None:
         for row, total in enumerate(totals):
             factor = _spread(builder, _at(builder, x, x_stride, row, index))
-            product = builder.fmul(factor, values, flags=_FAST)
-            builder.store(builder.fadd(builder.load(total), product, flags=_FAST), total)
+            builder.store(_multiply_add(builder, factor, values, builder.load(total)), total)
 
     with cgutils.for_range(builder, count) as loop:
         if ahead is not None:
@@ -149,13 +148,14 @@ def _generate(
     factors = _factors(builder, storage, scale)
     for row, total in enumerate(totals):
         place = builder.add(output, builder.mul(output_stride, _size(row)))
-        value = builder.load(total)
+        value = _load(builder, place, _FLOATS)
         if factors:
-            value = builder.fmul(value, factors[0], flags=_FAST)
+            value = _multiply_add(builder, builder.load(total), factors[0], value)
+        else:
+            value = builder.fadd(value, builder.load(total))
         if len(factors) > 1:
             offset = _spread(builder, _at(builder, sums, sums_stride, row, _size(0)))
-            value = builder.fadd(value, builder.fmul(offset, factors[1], flags=_FAST), flags=_FAST)
-        value = builder.fadd(_load(builder, place, _FLOATS), value, flags=_FAST)
+            value = _multiply_add(builder, offset, factors[1], value)
         builder.store(value, builder.inttoptr(place, _FLOATS.as_pointer()), align=1)
 
 
@@ -177,6 +177,17 @@ def _factors(builder: Any, storage: Storage, scale: Any) -> list[Any]:
     """Return the 64 scales of a group, and for int4 the 64 offsets, as floats. Return none for float32."""
     places = (builder.add(scale, _size(2 * COLUMNS * index)) for index in range(_SCALES[storage]))
     return [builder.fpext(_load(builder, place, _HALVES), _FLOATS) for place in places]
+
+
+def _multiply_add(builder: Any, first: Any, second: Any, added: Any) -> Any:
+    """Return ``first * second + added`` of 64 floats.
+
+    LLVM may choose which of two products is part of an addition, and chooses differently for one row and for four. This
+    intrinsic leaves no choice, so a row has the same result among any rows.
+    """
+    kind = ir.FunctionType(_FLOATS, [_FLOATS, _FLOATS, _FLOATS])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{COLUMNS}f32")
+    return builder.call(function, [first, second, added])
 
 
 def _size(value: int) -> Any:
