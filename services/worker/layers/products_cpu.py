@@ -18,7 +18,7 @@ from services.worker.layers.vectors_cpu import (
     IntegerStorage,
     make_add_integer_product,
     make_add_product,
-    make_widen,
+    make_add_widening_product,
     most_rows,
 )
 
@@ -27,13 +27,14 @@ WeightStorage = FloatStorage | IntegerStorage
 Function = Callable[..., Any]
 
 _MATRIX = numba.float32[:, ::1]
-# Rows from which on integers are converted to float32 once for all rows. With fewer rows, registers hold the results.
-_MANY_ROWS = 12
 # Rows from which on torch's library is faster, if registers hold the sums of one row only.
 _LIBRARY_ROWS = 32
 # Rows of a panel that all rows of the input are multiplied by before the next. In float32 they stay in the second cache
 # (256 KiB), and in bfloat16 in the first (16 KiB).
 _BLOCKS = {"float32": 1024, "bfloat16": 64}
+# Rows of a panel of integers that are converted at once if the input has more rows than registers hold the sums of. In
+# float32 they stay in the first cache (24 KiB).
+_WIDENED_ROWS = 96
 _LINE = 64  # bytes of a cache line
 
 
@@ -158,17 +159,17 @@ def _make_add_rows(make: Callable[[int], Function], most: int) -> Function:
 def _make_integer_panel(storage: IntegerStorage) -> tuple[Function, Function]:
     """Return functions as ``_make_float_panel``."""
     bits = 8 if storage == "int8" else 4
-    block, many, most, group, columns = most_rows(), _MANY_ROWS, _BLOCKS["float32"], INTEGER_GROUP, COLUMNS
-    add_rows = _make_add_rows(partial(make_add_integer_product, storage), block)
-    add_part, widen, line = _make_add_part("float32"), make_widen(storage), _LINE
+    block, most, group, columns, line = most_rows(), _WIDENED_ROWS, INTEGER_GROUP, COLUMNS, _LINE
     stored = group * bits // 8  # rows of a panel that a group takes
+    add_rows = _make_add_rows(partial(make_add_integer_product, storage), block)
+    add_widening, add_part = make_add_widening_product(storage, block), _make_add_part("float32")
     scales = 2 * columns * (8 // bits)  # bytes of the scales of a group
 
     @numba.njit(nogil=True)
     def prepare(x):
         """Return the sum of each group of ``x``, and memory for a part of a panel."""
         rows, groups = x.shape[0], x.shape[1] // group
-        if rows >= many:
+        if rows > block:
             return np.empty((0, 0), np.float32), np.empty(most * columns + line // 4, np.float32)
         sums = np.zeros((rows, groups), np.float32)
         if bits == 4:
@@ -183,25 +184,20 @@ def _make_integer_panel(storage: IntegerStorage) -> tuple[Function, Function]:
         rows, groups = x.shape[0], x.shape[1] // group
         sums, buffer = prepared
         weight, scale = weight + panel * groups * stored * columns, scale + panel * groups * scales
-        if rows >= many:
-            part = (buffer.ctypes.data + line - 1) // line * line
+        distance = groups * group * 4
+        if rows > block:
+            part, others, place = (buffer.ctypes.data + line - 1) // line * line, x[block:], target + block * stride
             for first in range(0, groups, most // group):
                 count = min(most // group, groups - first)
-                for index in range(count):
-                    integers, factors = weight + (first + index) * stored * columns, scale + (first + index) * scales
-                    widen(integers, stored, factors, part + index * group * columns * 4)
-                ahead, size = weight + (first + count) * stored * columns, count * stored * columns
-                add_part(x, first * group, count * group, part, target, stride, ahead, size)
+                source = x.ctypes.data + first * group * 4
+                integers, factors = weight + first * stored * columns, scale + first * scales
+                add_widening(source, distance, integers, count, factors, target, stride, part)
+                add_part(others, first * group, count * group, part, place, stride, part, 0)
             return
-        row = 0
-        while row < rows:
-            for index in range(groups):
-                source, place = x.ctypes.data + (row * groups + index) * group * 4, target + row * stride
-                integers, factors = weight + index * stored * columns, scale + index * scales
-                total = sums.ctypes.data + (row * groups + index) * 4
-                distance = groups * group * 4
-                add_rows(rows - row, source, distance, integers, stored, place, stride, factors, total, groups * 4)
-            row += block
+        for index in range(groups):
+            source, total = x.ctypes.data + index * group * 4, sums.ctypes.data + index * 4
+            integers, factors = weight + index * stored * columns, scale + index * scales
+            add_rows(rows, source, distance, integers, stored, target, stride, factors, total, groups * 4)
 
     return prepare, add_panel
 

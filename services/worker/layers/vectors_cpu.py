@@ -12,6 +12,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from services.worker.described.memory import INTEGER_GROUP
 from services.worker.described.memory import PANEL_COLUMNS as COLUMNS
 from services.worker.layers.prefetch_cpu import emit_prefetch
 
@@ -22,6 +23,8 @@ _FLOAT, _INTEGER = ir.FloatType(), ir.IntType(32)
 _FLOATS, _INTEGERS = ir.VectorType(_FLOAT, COLUMNS), ir.VectorType(_INTEGER, COLUMNS)
 _BYTES, _HALVES = ir.VectorType(ir.IntType(8), COLUMNS), ir.VectorType(ir.HalfType(), COLUMNS)
 _STORED = {"float32": _FLOATS, "int8": _BYTES, "int4": _BYTES}
+# Bytes from the integers that are multiplied to those that are prefetched.
+_AHEAD = 6144
 _SCALES = {"float32": 0, "int8": 1, "int4": 2}
 
 
@@ -80,34 +83,29 @@ def make_add_integer_product(storage: IntegerStorage, rows: int) -> Callable[...
     return function
 
 
-def make_widen(storage: IntegerStorage) -> Callable[..., Any]:
-    """Return a function that converts a group of a panel of integers to float32.
+def make_add_widening_product(storage: IntegerStorage, rows: int) -> Callable[..., Any]:
+    """Return a function that adds the product of ``rows`` rows, and stores the float32 values of the integers.
 
-    Compiled functions call it with addresses and sizes, all int64, in this order: ``weight``, the number of its rows,
-    and ``scale``, as in ``make_add_integer_product``; and the address of the result, which has 64 values a row.
+    Compiled functions call it with addresses and sizes, all int64, in this order: ``x`` and the distance of its rows,
+    as in ``make_add_product``; ``weight``, of the integers of whole groups of a panel; the number of groups; ``scale``,
+    of the factors of each group as in ``make_add_integer_product``; ``output`` and the distance of its rows; and
+    ``target``, of the float32 values, which are 64 a row.
+
+    The processor converts the next integers while it waits for sums. A row has the same result as in
+    ``make_add_product`` with the stored values. Integers of the next part of the panel are prefetched.
     """
 
     @intrinsic
-    def widen(typing, weight, count, scale, target):
+    def add_product(typing, x, x_stride, weight, groups, scale, output, output_stride, target):
+        signature = types.void(*[types.intp] * 8)
+
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            weight, count, scale, target = arguments
-            factors = _factors(builder, storage, scale)
-
-            def store(index: Any, values: Any) -> None:
-                if len(factors) > 1:
-                    value = _multiply_add(builder, values, factors[0], factors[1])
-                else:
-                    value = builder.fmul(values, factors[0])
-                place = builder.add(target, builder.mul(index, _size(4 * COLUMNS)))
-                builder.store(value, builder.inttoptr(place, _FLOATS.as_pointer()), align=1)
-
-            with cgutils.for_range(builder, count) as loop:
-                _use_row(builder, storage, weight, loop.index, count, store)
+            _generate_widening(builder, storage, rows, *arguments)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 4), generate
+        return signature, generate
 
-    function: Callable[..., Any] = widen
+    function: Callable[..., Any] = add_product
     return function
 
 
@@ -129,15 +127,10 @@ def _generate(
     sums_stride: Any = None,
 ) -> None:
     """Emit the instructions of a product. Without ``ahead`` nothing is prefetched."""
-    zeros = ir.Constant(_FLOATS, [0.0] * COLUMNS)
-    totals = [cgutils.alloca_once(builder, _FLOATS) for _ in range(rows)]
-    for total in totals:
-        builder.store(zeros, total)
+    totals = _zeros(builder, rows)
 
     def add(index: Any, values: Any) -> None:
-        for row, total in enumerate(totals):
-            factor = _spread(builder, _at(builder, x, x_stride, row, index))
-            builder.store(_multiply_add(builder, factor, values, builder.load(total)), total)
+        _add_products(builder, totals, x, x_stride, index, values)
 
     with cgutils.for_range(builder, count) as loop:
         if ahead is not None:
@@ -159,18 +152,82 @@ def _generate(
         builder.store(value, builder.inttoptr(place, _FLOATS.as_pointer()), align=1)
 
 
+def _generate_widening(
+    builder: Any,
+    storage: IntegerStorage,
+    rows: int,
+    x: Any,
+    x_stride: Any,
+    weight: Any,
+    groups: Any,
+    scale: Any,
+    output: Any,
+    output_stride: Any,
+    target: Any,
+) -> None:
+    """Emit the instructions of ``make_add_widening_product``. They add in the order of the inputs."""
+    halves = 1 if storage == "int8" else 2
+    count, scales = INTEGER_GROUP // halves, 2 * COLUMNS * _SCALES[storage]
+    totals = _zeros(builder, rows)
+    with cgutils.for_range(builder, groups) as outer:
+        integers = builder.add(weight, builder.mul(outer.index, _size(count * COLUMNS)))
+        factors = _factors(builder, storage, builder.add(scale, builder.mul(outer.index, _size(scales))))
+        for half in range(halves):
+            first = builder.add(builder.mul(outer.index, _size(INTEGER_GROUP)), _size(half * count))
+            with cgutils.for_range(builder, _size(count)) as loop:
+                place = builder.add(integers, builder.mul(loop.index, _size(COLUMNS)))
+                if half == 0:
+                    emit_prefetch(builder, builder.add(place, _size(_AHEAD)))
+                values = _half(builder, storage, _load(builder, place, _BYTES), half)
+                if len(factors) > 1:
+                    values = _multiply_add(builder, values, factors[0], factors[1])
+                else:
+                    values = builder.fmul(values, factors[0])
+                index = builder.add(first, loop.index)
+                place = builder.add(target, builder.mul(index, _size(4 * COLUMNS)))
+                builder.store(values, builder.inttoptr(place, _FLOATS.as_pointer()), align=1)
+                _add_products(builder, totals, x, x_stride, index, values)
+    for row, total in enumerate(totals):
+        place = builder.add(output, builder.mul(output_stride, _size(row)))
+        value = builder.fadd(_load(builder, place, _FLOATS), builder.load(total))
+        builder.store(value, builder.inttoptr(place, _FLOATS.as_pointer()), align=1)
+
+
+def _zeros(builder: Any, rows: int) -> list[Any]:
+    """Return the addresses of the sums of each row, which are 0. LLVM keeps the sums in registers."""
+    totals = [cgutils.alloca_once(builder, _FLOATS) for _ in range(rows)]
+    for total in totals:
+        builder.store(ir.Constant(_FLOATS, [0.0] * COLUMNS), total)
+    return totals
+
+
+def _add_products(builder: Any, totals: list[Any], x: Any, x_stride: Any, index: Any, values: Any) -> None:
+    """Emit the addition of the products of ``values`` and input ``index`` of each row of ``x`` to ``totals``."""
+    for row, total in enumerate(totals):
+        factor = _spread(builder, _at(builder, x, x_stride, row, index))
+        builder.store(_multiply_add(builder, factor, values, builder.load(total)), total)
+
+
 def _use_row(
     builder: Any, storage: Storage, weight: Any, row: Any, count: Any, use: Callable[[Any, Any], None]
 ) -> None:
     """Emit ``use(input, values)`` for each input in ``row`` of ``count`` rows of a weight. ``values`` are 64 floats."""
     size = COLUMNS * (4 if storage == "float32" else 1)
     stored = _load(builder, builder.add(weight, builder.mul(row, _size(size))), _STORED[storage])
+    use(row, _half(builder, storage, stored, 0))
     if storage == "int4":
-        low, high = (ir.Constant(_BYTES, [value] * COLUMNS) for value in (15, 4))
-        use(row, _floats(builder, builder.and_(stored, low), storage))
-        use(builder.add(row, count), _floats(builder, builder.lshr(stored, high), storage))
-    else:
-        use(row, _floats(builder, stored, storage))
+        use(builder.add(row, count), _half(builder, storage, stored, 1))
+
+
+def _half(builder: Any, storage: Storage, stored: Any, half: int) -> Any:
+    """Return 64 values of ``storage`` as floats. For int4, ``half`` is 0 for the low halves of the bytes, or 1."""
+    if storage == "float32":
+        return stored
+    if storage == "int8":
+        return builder.sitofp(builder.sext(stored, _INTEGERS), _FLOATS)
+    low, high = (ir.Constant(_BYTES, [value] * COLUMNS) for value in (15, 4))
+    bits = builder.lshr(stored, high) if half else builder.and_(stored, low)
+    return builder.uitofp(builder.zext(bits, _INTEGERS), _FLOATS)
 
 
 def _factors(builder: Any, storage: Storage, scale: Any) -> list[Any]:
@@ -208,12 +265,3 @@ def _spread(builder: Any, value: Any) -> Any:
     """Return 64 times ``value``."""
     single = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), value, ir.Constant(_INTEGER, 0))
     return builder.shuffle_vector(single, single, ir.Constant(_INTEGERS, [0] * COLUMNS))
-
-
-def _floats(builder: Any, values: Any, storage: Storage) -> Any:
-    """Return 64 values of ``storage`` as floats. Those of int4 are in a byte each."""
-    if storage == "float32":
-        return values
-    if storage == "int8":
-        return builder.sitofp(builder.sext(values, _INTEGERS), _FLOATS)
-    return builder.uitofp(builder.zext(values, _INTEGERS), _FLOATS)
