@@ -126,14 +126,17 @@ def _generate(
     sums: Any = None,
     sums_stride: Any = None,
 ) -> None:
-    """Emit the instructions of a product. Without ``ahead`` nothing is prefetched."""
+    """Emit the instructions of a product. Without ``ahead``, ``weight`` has integers, and later ones are prefetched."""
     totals = _zeros(builder, rows)
 
     def add(index: Any, values: Any) -> None:
         _add_products(builder, totals, x, x_stride, index, values)
 
     with cgutils.for_range(builder, count) as loop:
-        if ahead is not None:
+        if ahead is None:
+            place = builder.add(weight, builder.mul(loop.index, _size(COLUMNS)))
+            emit_prefetch(builder, builder.add(place, _size(_AHEAD)))
+        else:
             place = builder.add(ahead, builder.mul(loop.index, step))
             emit_prefetch(builder, place)
             emit_prefetch(builder, builder.add(place, builder.lshr(step, _size(1))))
