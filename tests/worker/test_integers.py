@@ -113,8 +113,8 @@ def test_a_value_that_is_not_finite_changes_only_its_output(bad, bits):
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 33, 70])
 def test_a_product_is_that_with_the_dequantized_weight(rows, outputs, bits):
     width = outputs if isinstance(outputs, int) else sum(outputs)
-    x, bias = random(rows, 96, seed=1), random(width, seed=2)
-    linear = filled(random(width, 96), outputs, bits, bias)
+    x, bias = random(rows, 224, seed=1), random(width, seed=2)
+    linear = filled(random(width, 224), outputs, bits, bias)
     expected = x @ linear.dequantized() + bias
     torch.testing.assert_close(linear(x), expected, atol=1e-4, rtol=0)
     total = random(rows, width, seed=3)
@@ -140,9 +140,9 @@ def few_registers(monkeypatch):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.usefixtures("few_registers")
 def test_products_are_the_same_on_processors_with_few_registers(bits):
-    linear = filled(random(100, 64), 100, bits)
+    linear = filled(random(100, 224), 100, bits)
     for rows in (1, 3, 16, 40):
-        x = random(rows, 64, seed=rows)
+        x = random(rows, 224, seed=rows)
         torch.testing.assert_close(linear(x), x @ linear.dequantized(), atol=1e-4, rtol=0)
 
 
