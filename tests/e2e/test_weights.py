@@ -119,6 +119,21 @@ def test_after_an_update_answers_are_those_of_a_fresh_deployment(checkpoints, si
         assert checksums(fresh) == sums
 
 
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"pp_size": 2}], ids=["tp", "pp"])
+def test_after_updates_of_a_mixture_answers_are_those_of_a_fresh_deployment(tmp_path, sizes):
+    for seed in range(2):
+        make_checkpoint(tmp_path / str(seed), "qwen3_moe", seed=seed)
+    old, new = tmp_path / "0", tmp_path / "1"
+    flags = {"device": "cpu", "kv_cache_num_tokens": 16 * 400, "torch_num_threads": 1} | sizes
+    with serve(model=old, weight_directories=tmp_path, **flags) as server:
+        for response in (update(server, new, "first"), upload(server, old, "second"), update(server, new, "third")):
+            assert response.status_code == 200, response.text
+        after, sums = asyncio.run(answers(server)), checksums(server)
+    with serve(model=new, **flags) as fresh:
+        assert asyncio.run(answers(fresh)) == after
+        assert checksums(fresh) == sums
+
+
 def test_a_worker_that_is_killed_returns_with_the_committed_weights(checkpoints):
     flags = {"device": "cpu", "kv_cache_num_tokens": 16 * 400, "torch_num_threads": 1}
     with serve(model=checkpoints / "0", weight_directories=checkpoints, **flags) as server:
