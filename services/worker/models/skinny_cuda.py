@@ -35,6 +35,9 @@ from services.worker.parallel.exchange import ALONE, Exchange
 # Row limit for wide models in fp8, measured on an H200 with Llamas of 1B (hidden size 2,048) and 8B (4,096).
 _MOST_ROWS_WIDE_FP8 = 8
 _WIDE_HIDDEN_SIZE = 4096
+# Row limit with several ranks, whose products are smaller. On two H200, a step of the 8B shape took 15 % less time for
+# one row and 4 % less for 8.
+_MOST_ROWS_OF_RANK = 8
 
 # The layers that ``SkinnyDecoder`` computes. The attention backend applies norms of heads, and all rules of scores.
 SUPPORTED: SupportedValues = {
@@ -67,6 +70,8 @@ class SkinnyDecoder:
         wide = model.config.hidden_size >= _WIDE_HIDDEN_SIZE
         # With more rows, the products of cuBLAS are faster.
         self.most_rows = _MOST_ROWS_WIDE_FP8 if model.quantizes and wide else MOST_ROWS
+        if model.ranks.tp_size > 1:
+            self.most_rows = min(self.most_rows, _MOST_ROWS_OF_RANK)
 
     def __call__(
         self,
