@@ -18,6 +18,7 @@ from services.worker.layers.grouped import GroupedLinear
 from services.worker.layers.integers import IntegerLinear, dequantized, to_integers
 from services.worker.layers.kernels import TorchKernels
 from services.worker.layers.linear import Linear
+from services.worker.layers.vectors_cpu import most_rows
 from services.worker.models import fused_cpu, weights
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.experts import Experts, storage_like
@@ -110,7 +111,7 @@ def test_a_value_that_is_not_finite_changes_only_its_output(bad, bits):
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("outputs", [64, [40, 30], [128, 64, 64], 1, [1024, 70]])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 33, 70])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 7, 33, 70])
 def test_a_product_is_that_with_the_dequantized_weight(rows, outputs, bits):
     width = outputs if isinstance(outputs, int) else sum(outputs)
     x, bias = random(rows, 224, seed=1), random(width, seed=2)
@@ -147,7 +148,7 @@ def test_products_are_the_same_on_processors_with_few_registers(bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("sizes", [range(1, 5), range(5, 24)], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("sizes", [range(1, 1 + most_rows()), range(1 + most_rows(), 24)], ids=["few", "many"])
 def test_a_row_has_the_same_result_among_any_few_or_many_rows(sizes, bits):
     linear, x = filled(random(100, 1056), 100, bits), random(sizes[-1], 1056, seed=1)
     expected = linear(x)

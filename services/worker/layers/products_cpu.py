@@ -58,6 +58,8 @@ def make_product(storage: WeightStorage) -> Function:
         weight, scale, prepared = np.int64(weight), np.int64(scale), prepare(x)
         if keep == 0:
             output[:] = 0
+        if rows == 0:
+            return rows
         rest = np.zeros((rows, columns), np.float32)  # the last panel may have fewer columns in the output
         for panel in range((outputs + columns - 1) // columns):
             if (panel + 1) * columns <= outputs:

@@ -23,9 +23,9 @@ _FLOAT, _INTEGER = ir.FloatType(), ir.IntType(32)
 _FLOATS, _INTEGERS = ir.VectorType(_FLOAT, COLUMNS), ir.VectorType(_INTEGER, COLUMNS)
 _BYTES, _HALVES = ir.VectorType(ir.IntType(8), COLUMNS), ir.VectorType(ir.HalfType(), COLUMNS)
 _STORED = {"float32": _FLOATS, "int8": _BYTES, "int4": _BYTES}
-# Bytes from the integers that are multiplied to those that are prefetched.
-_AHEAD = 6144
 _SCALES = {"float32": 0, "int8": 1, "int4": 2}
+# Distance in bytes from the integers that are multiplied to those that are prefetched.
+_AHEAD = 6 << 10
 
 
 def most_rows() -> int:
@@ -92,7 +92,7 @@ def make_add_widening_product(storage: IntegerStorage, rows: int) -> Callable[..
     ``target``, of the float32 values, which are 64 a row.
 
     The processor converts the next integers while it waits for sums. A row has the same result as in
-    ``make_add_product`` with the stored values. Integers of the next part of the panel are prefetched.
+    ``make_add_product`` with the stored values. The integers ``_AHEAD`` bytes further are prefetched.
     """
 
     @intrinsic
