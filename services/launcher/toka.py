@@ -29,8 +29,8 @@ from services.launcher.supervisor import supervise, write_line
 
 ADDRESSES = "scheduler_addresses"
 
-# ``master_port`` is one of this number of ports, from its default on. Gateways' ports that are next to each other or a
-# round number apart get ports this far apart or farther. A prime number, so that no common distance is a multiple.
+# Deployments whose gateways have neighbouring ports prefer ports for their ranks that are ``_MASTER_PORT_STEP`` apart.
+# The number of such ports is prime, so no round distance of gateways' ports is a multiple of it.
 _MASTER_PORTS, _MASTER_PORT_STEP = 997, 16
 
 log = structlog.get_logger(__name__)
@@ -114,18 +114,18 @@ def _with_free_ports(config: ChosenDeploymentConfig, port: int) -> ChosenDeploym
     ports = {"port": port, "grpc_port": config.grpc_port or _free_ports(config.dp_size, 0)}
     if config.tp_size * config.pp_size > 1:
         fields = type(config).model_fields
-        preferred = preferred_master_port(port - fields["port"].default)
-        ports["master_port"] = _free_ports(config.dp_size, fields["master_port"].default + preferred)
+        offset = master_port_offset(port - fields["port"].default)
+        ports["master_port"] = _free_ports(config.dp_size, fields["master_port"].default + offset)
     return config.model_copy(update=ports)
 
 
-def preferred_master_port(offset: int) -> int:
-    """Return how far from its default ``master_port`` should be, if the gateways' port is ``offset`` from its own.
+def master_port_offset(gateway_offset: int) -> int:
+    """Return the distance of ``master_port`` from its default if the gateways' port is ``gateway_offset`` from its own.
 
     Restarted ranks use the port again, so the system should not give it to clients. Deployments that start on one host
     at the same time have different ports, so they prefer different ones here, too.
     """
-    return offset * _MASTER_PORT_STEP % _MASTER_PORTS
+    return gateway_offset * _MASTER_PORT_STEP % _MASTER_PORTS
 
 
 def _with_token(config: ChosenDeploymentConfig, runtime_dir: Path) -> ChosenDeploymentConfig:

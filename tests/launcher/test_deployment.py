@@ -205,5 +205,5 @@ def test_each_scheduler_and_worker_has_a_metrics_page_of_its_own():
 @pytest.mark.parametrize("distance", [1, 16, 100, 256, 1000, 1024, 10_000])
 def test_deployments_that_start_at_the_same_time_prefer_different_ports_for_their_ranks(distance):
     """Both find the preferred ports free, so the ports of their replicas must not overlap."""
-    first, second = (toka.preferred_master_port(offset) for offset in (37, 37 + distance))
+    first, second = (toka.master_port_offset(offset) for offset in (37, 37 + distance))
     assert abs(first - second) >= 4
