@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from services.worker.described.ranks import Ranks
 from services.worker.layers.fp8 import Fp8Linear, quantize_rows
 from services.worker.layers.grouped import GroupedLinear
 from services.worker.layers.kernels import TorchKernels
@@ -244,15 +245,17 @@ def test_a_decoder_with_integer_weights_gives_what_a_model_of_the_same_weights_g
 
 
 @pytest.mark.parametrize(
-    ("hidden_size", "quantization", "most"), [(64, "none", 16), (64, "fp8", 16), (4096, "none", 16), (4096, "fp8", 8)]
+    ("hidden_size", "quantization", "tp_size", "most"),
+    [(64, "none", 1, 16), (64, "fp8", 1, 16), (4096, "none", 1, 16), (4096, "fp8", 1, 8), (64, "none", 2, 8)],
 )
-def test_wide_models_in_fp8_take_the_kernels_for_fewer_rows(hidden_size, quantization, most):
+def test_wide_models_in_fp8_and_several_ranks_take_the_kernels_for_fewer_rows(hidden_size, quantization, tp_size, most):
     from services.worker.models.skinny_cuda import SkinnyDecoder
 
     config = small_config(hidden_size=hidden_size)
     linear = partial(Fp8Linear if quantization == "fp8" else partial(Linear, transposed=True))
     with torch.device("meta"):
-        model = DecoderModel(config, torch.bfloat16, torch.device("meta"), TorchKernels(), linear)
+        ranks = Ranks(0, tp_size, 0, 1)
+        model = DecoderModel(config, torch.bfloat16, torch.device("meta"), TorchKernels(), linear, ranks=ranks)
     assert SkinnyDecoder(model).most_rows == most
 
 

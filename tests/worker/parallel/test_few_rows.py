@@ -1,4 +1,4 @@
-"""The decoder for few rows on several ranks, whose share of the products it computes."""
+"""The decoder for few rows, with the shares of several ranks."""
 
 from functools import partial
 
@@ -34,7 +34,7 @@ CONFIGS = {
 def hidden_states(
     ranks: Ranks, port: int, config: ModelConfig, linear: str, tokens: int, keep: list[int] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A job: return the hidden states of the model, and those of the decoder for few rows."""
+    """Return the hidden states of the model, and those of the decoder for few rows. This is a job."""
     with pytest.MonkeyPatch.context() as patch, interpreter_ready(patch):
         from services.worker.models.skinny_cuda import SkinnyDecoder
 
@@ -54,10 +54,10 @@ def hidden_states(
 
 
 def check(pool, config: ModelConfig, tp_size: int, linear: str, tokens: int, keep: list[int] | None = None) -> None:
-    everyone = pool.run(hidden_states, tp_size, 1, free_port(), config, linear, tokens, keep)
-    for expected, found in everyone:
+    results = pool.run(hidden_states, tp_size, 1, free_port(), config, linear, tokens, keep)
+    for expected, found in results:
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
-        assert torch.equal(found, everyone[0][1])
+        assert torch.equal(found, results[0][1])
 
 
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
