@@ -152,7 +152,7 @@ def _generate(
         if len(factors) > 1:
             offset = _spread(builder, _at(builder, sums, sums_stride, row, _size(0)))
             value = _multiply_add(builder, offset, factors[1], value)
-        builder.store(value, builder.inttoptr(place, _FLOATS.as_pointer()), align=1)
+        _store(builder, place, value)
 
 
 def _generate_widening(
@@ -188,12 +188,12 @@ def _generate_widening(
                     values = builder.fmul(values, factors[0])
                 index = builder.add(first, loop.index)
                 place = builder.add(target, builder.mul(index, _size(4 * COLUMNS)))
-                builder.store(values, builder.inttoptr(place, _FLOATS.as_pointer()), align=1)
+                _store(builder, place, values)
                 _add_products(builder, totals, x, x_stride, index, values)
     for row, total in enumerate(totals):
         place = builder.add(output, builder.mul(output_stride, _size(row)))
         value = builder.fadd(_load(builder, place, _FLOATS), builder.load(total))
-        builder.store(value, builder.inttoptr(place, _FLOATS.as_pointer()), align=1)
+        _store(builder, place, value)
 
 
 def _zeros(builder: Any, rows: int) -> list[Any]:
@@ -256,6 +256,11 @@ def _size(value: int) -> Any:
 
 def _load(builder: Any, address: Any, kind: Any) -> Any:
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
+
+
+def _store(builder: Any, address: Any, values: Any) -> None:
+    """Emit the store of 64 floats."""
+    builder.store(values, builder.inttoptr(address, _FLOATS.as_pointer()), align=1)
 
 
 def _at(builder: Any, address: Any, stride: Any, row: int, index: Any) -> Any:
