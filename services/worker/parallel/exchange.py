@@ -36,6 +36,7 @@ class Exchange(nn.Module, ABC):
     """A strategy of exchange. It has no state, and is a module so that compilers treat its attributes as constants."""
 
     size: int  # number of ranks
+    shares_rows: bool  # whether each rank has a part of the rows only
 
     @abstractmethod
     def rows(self, tokens: int) -> int:
@@ -83,7 +84,7 @@ class Exchange(nn.Module, ABC):
 class Alone(Exchange):
     """The strategy of a single rank, which exchanges nothing."""
 
-    size = 1
+    size, shares_rows = 1, False
 
     def rows(self, tokens: int) -> int:
         return tokens
@@ -141,6 +142,8 @@ class SequenceSharded(Exchange):
 
     The last rank may have fewer tokens. Its other rows are zeros.
     """
+
+    shares_rows = True
 
     def __init__(self, rank: int, size: int, group: str = TENSOR_RANKS) -> None:
         super().__init__()

@@ -12,7 +12,6 @@ from services.worker.attention.cuda import CudaAttention, CudaBatch
 from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.spans import Spans
 from services.worker.described.memory import sizes_up_to
-from services.worker.parallel.exchange import Alone
 from services.worker.runner.cuda.block import Fields, Layout
 from services.worker.runner.cuda.inputs import padded
 from services.worker.runner.cuda.ring import Ring
@@ -186,7 +185,7 @@ class DecodeGraphs:
         self._forward, self._cache, self._attention, self._state = forward, cache, attention, state
         sizes = sizes_up_to(largest, smallest=8 if skinny is None and pads else 1)
         few = [size for size in sizes if skinny is not None and size <= skinny.most_rows]
-        self._most_skinny = max((size for size in few if isinstance(peers.exchange(size), Alone)), default=0)
+        self._most_skinny = max((size for size in few if not peers.exchange(size).shares_rows), default=0)
         grain = peers.grain if pads else peers.tp_size
         self._sizes = sizes = sorted({size if size <= self._most_skinny else padded(size, grain) for size in sizes})
         buffer = peers.input_buffer(sizes[-1], state.page_table.device)
