@@ -1,14 +1,12 @@
 """New weights for workers on GPUs that run: the same answers and checksums as those of a fresh deployment."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench.server import serve
 from tests.checkpoints import make_checkpoint
-from tests.e2e.test_weights import answers, checksums, update, upload
+from tests.e2e.test_weights import check_updates
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,13 +49,4 @@ def checkpoints(tmp_path_factory) -> Path:
 def test_after_updates_answers_are_those_of_a_fresh_deployment(checkpoints, architecture, flags):
     if torch.cuda.device_count() < flags.get("tp_size", 1) * flags.get("pp_size", 1):
         pytest.skip("needs more CUDA devices")
-    old, new = (checkpoints / architecture / name for name in "01")
-    with serve(model=old, weight_directories=checkpoints, **FLAGS | flags) as server:
-        before = asyncio.run(answers(server))
-        for response in (update(server, new, "first"), upload(server, old, "second"), update(server, new, "third")):
-            assert response.status_code == 200, response.text
-        after, sums = asyncio.run(answers(server, PROMPTS)), checksums(server)
-    with serve(model=new, **FLAGS | flags) as fresh:
-        assert asyncio.run(answers(fresh, PROMPTS)) == after
-        assert checksums(fresh) == sums
-    assert after[: len(before)] != before
+    check_updates(checkpoints / architecture, FLAGS | flags, PROMPTS)

@@ -58,6 +58,23 @@ def checksums(server: Server) -> list[dict]:
     return [worker["checksums"] for scheduler in schedulers for worker in scheduler["workers"]]
 
 
+def check_updates(directory: Path, flags: dict, count: int = 24) -> None:
+    """Update a deployment of the checkpoint ``directory / "0"`` three times, at last to ``directory / "1"``.
+
+    Compare it with a fresh deployment of that checkpoint, by ``count`` answers.
+    """
+    old, new = directory / "0", directory / "1"
+    with serve(model=old, weight_directories=directory, **flags) as server:
+        before = asyncio.run(answers(server))
+        for response in (update(server, new, "first"), upload(server, old, "second"), update(server, new, "third")):
+            assert response.status_code == 200, response.text
+        after, sums = asyncio.run(answers(server, count)), checksums(server)
+    with serve(model=new, **flags) as fresh:
+        assert asyncio.run(answers(fresh, count)) == after
+        assert checksums(fresh) == sums
+    assert after[: len(before)] != before
+
+
 NAMES = (
     "model.embed_tokens.weight",
     "model.layers.0.self_attn.k_proj.weight",
@@ -123,15 +140,8 @@ def test_after_an_update_answers_are_those_of_a_fresh_deployment(checkpoints, si
 def test_after_updates_of_a_mixture_answers_are_those_of_a_fresh_deployment(tmp_path, sizes):
     for seed in range(2):
         make_checkpoint(tmp_path / str(seed), "qwen3_moe", seed=seed)
-    old, new = tmp_path / "0", tmp_path / "1"
     flags = {"device": "cpu", "kv_cache_num_tokens": 16 * 400, "torch_num_threads": 1} | sizes
-    with serve(model=old, weight_directories=tmp_path, **flags) as server:
-        for response in (update(server, new, "first"), upload(server, old, "second"), update(server, new, "third")):
-            assert response.status_code == 200, response.text
-        after, sums = asyncio.run(answers(server)), checksums(server)
-    with serve(model=new, **flags) as fresh:
-        assert asyncio.run(answers(fresh)) == after
-        assert checksums(fresh) == sums
+    check_updates(tmp_path, flags)
 
 
 def test_a_worker_that_is_killed_returns_with_the_committed_weights(checkpoints):
