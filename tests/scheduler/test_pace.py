@@ -288,6 +288,20 @@ def test_more_distant_workers_get_plans_earlier():
     assert queued[0] < queued[-1]
 
 
+def test_an_idle_worker_s_plan_is_late_if_there_was_work():
+    margins = {}
+    for follows in (False, True):
+        pace = Pace()
+        for step in range(20):  # each plan is sent after the result of the one before
+            pace.sent(100.0 + step, 0.0001, full=True, tokens=8, follows=follows)
+            pace.result_received(100.5 + step, Timing(device=1_000_000, idle=2_000_000))
+        pace.sent(200.0, 0.0001, full=True, tokens=8)
+        pace.sent(200.0, 0.0001, full=True, tokens=800)
+        pace.times.note(800, 0.05)
+        margins[follows] = 0.051 - pace.until_needed(200.0, hold_long=True)
+    assert margins[True] > 1.5 * margins[False]
+
+
 def test_plans_of_a_worker_that_does_not_measure_are_sent_at_once():
     loop = Loop(0.01, 0.0001, 0.0001).run(40)
     assert loop.pace.until_needed(loop.now, hold_long=False) == 0.0

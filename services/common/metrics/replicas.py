@@ -128,7 +128,7 @@ _COUNTERS = (
     ),
     _Figure(
         "toka_device_idle_seconds",
-        "Time in which the device waited although the next step was planned",
+        "Time in which the device waited although there was work for the next step",
         "device_idle_ns",
         scale=1e-9,
     ),

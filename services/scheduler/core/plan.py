@@ -26,3 +26,4 @@ class PlannedStep(Plan):
     hydragen_rows: int = 0
     micro_batches: int = 1
     postponed: bool = False  # samples wait that this plan did not try to admit
+    follows: bool = False  # there has been work for the device since the plan before, so idle time is avoidable

@@ -28,7 +28,7 @@ class _Pending(NamedTuple):
     """A plan in flight."""
 
     sampling: np.ndarray  # int64, slots for which it samples a token
-    queued: bool  # it was sent while another plan was in flight
+    follows: bool  # as in ``PlannedStep``
 
 
 class Scheduler:
@@ -55,6 +55,7 @@ class Scheduler:
         self._intake = Intake(self.state, self.deadlines)
         self._sinks: dict[int, dict[int, Sample]] = {}
         self._pending: dict[int, _Pending] = {}  # by step, plans in flight
+        self._has_work = False  # since the last plan, there has been work for another one
         self.step_s = 0.0  # recent duration of a step, set by the step loop
 
     # -- the worker
@@ -84,6 +85,7 @@ class Scheduler:
         self._end_broken()
         state.attach(state.pool.shape)  # an empty pool until the next worker is attached
         self._pending.clear()
+        self._has_work = False
 
     def _computing(self) -> list[Sample]:
         """Return the samples in the plans in flight, in order of arrival."""
@@ -304,7 +306,10 @@ class Scheduler:
     def plan(self, now_ns: int, *, light: bool = False) -> PlannedStep | None:
         """Return the next plan, or None if no plan is allowed or needed. ``light`` is as for ``Planner.build``."""
         queue = self.state.queue
-        if self._makes_no_plan or len(self._pending) >= queue.steps_ahead:
+        if self._makes_no_plan:
+            self._has_work = False
+            return None
+        if len(self._pending) >= queue.steps_ahead:
             return None
         plan, more = None, True
         while plan is None and more:
@@ -315,8 +320,10 @@ class Scheduler:
             plan = self._planner.build(now_ns, light=light)
             more = self._end_broken() or self.quarantine.is_over  # other samples may be able to run now
         if plan is not None:
+            plan.follows = self._has_work
             slots = plan.sampling[0] if len(plan.sampling) == 1 else np.concatenate(plan.sampling)
-            self._pending[plan.step] = _Pending(slots, bool(self._pending))
+            self._pending[plan.step] = _Pending(slots, plan.follows)
+        self._has_work = plan is not None
         return plan
 
     def take(self, result: StepResult, now_ns: int) -> None:
@@ -330,7 +337,7 @@ class Scheduler:
         self.quarantine.result_received()
         counters, timing = self.state.queue.counters, result.timing
         counters.device_busy_ns += timing.device
-        if pending.queued:  # otherwise the device had no work
+        if pending.follows:
             counters.device_idle_ns += timing.idle
             counters.device_late_ns += timing.late
         self._results.take(result, now_ns)

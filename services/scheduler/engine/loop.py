@@ -246,7 +246,8 @@ class EngineLoop:
             self._send(self._stream, plan)
             self._counters.loop_send_ns += self._lap_ns()
             now = time.monotonic()
-            pace.sent(now, now - begun, full=waiting and not plan.postponed, tokens=plan.tokens)
+            full = waiting and not plan.postponed
+            pace.sent(now, now - begun, full=full, tokens=plan.tokens, follows=plan.follows)
 
     def _hold_plan(self, now: float) -> float:
         """Return the seconds for which to delay the next plan.

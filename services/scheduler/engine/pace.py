@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.common.plan.result import Timing
 from services.scheduler.engine.step_times import StepTimes
@@ -33,7 +34,7 @@ class Pace:
         self.step_s = 0.0  # smoothed duration of a step; 0 if unknown
         self._full, self._light = _Kind(), _Kind()
         self.times = StepTimes()
-        self._sent: deque[tuple[float, _Kind, int]] = deque()  # plans in flight, with their tokens
+        self._sent: deque[_Sent] = deque()  # plans in flight
         self._last_answer = 0.0
         self._lead = 0.0
         self._cover_s = _COVER_S  # work that the worker needs when the next plan is sent
@@ -50,11 +51,14 @@ class Pace:
         self._sent.clear()
         self._lead, self._cover_s, self._timed, self._shortest_s = lead, _COVER_S, False, math.inf
 
-    def sent(self, now: float, build_s: float, *, full: bool, tokens: int = 0) -> None:
-        """Record a plan of ``tokens`` tokens that took ``build_s`` seconds to build."""
+    def sent(self, now: float, build_s: float, *, full: bool, tokens: int = 0, follows: bool = True) -> None:
+        """Record a plan of ``tokens`` tokens that took ``build_s`` seconds to build.
+
+        ``follows``: there has been work for the device since the plan before.
+        """
         kind = self._full if full else self._light
         kind.plan_s = _smooth(kind.plan_s, build_s)
-        self._sent.append((now, kind, tokens))
+        self._sent.append(_Sent(now, kind, tokens, follows))
         self._shortest_s = min(self._shortest_s, self.times.expected_s(tokens) or math.inf)
 
     def result_received(self, at: float, timing: Timing | None = None) -> None:
@@ -63,13 +67,13 @@ class Pace:
         If ``timing`` has no time of the device, the worker is assumed to have started the plan when it was sent, or
         when the plan before was done.
         """
-        sent, kind, tokens = self._sent.popleft()
+        sent, kind, tokens, follows = self._sent.popleft()
         step_s = max(at - max(sent, self._last_answer), 0.0)
         self._timed = timing is not None and timing.device > 0 and not self._lead
         if timing is not None and self._timed:
             # A device that is idle while the plan is queued waits for the host, which then limits the rate of steps.
             step_s = (timing.device + timing.idle - timing.late) * 1e-9
-            if sent < self._last_answer:  # another plan was in flight
+            if follows:  # otherwise no plan could have been sent earlier
                 cover_s = self._cover_s * (_LATE if timing.late > _LATE_NS else _IN_TIME)
                 self._cover_s = min(max(cover_s, _LEAST_COVER_S), max(_MOST_COVER_S, self._least * self.step_s))
         self.step_s, kind.step_s = _smooth(self.step_s, step_s), _smooth(kind.step_s, step_s)
@@ -85,10 +89,10 @@ class Pace:
         """
         if self._lead or not self._sent:
             return 0.0
-        expected = [self.times.expected_s(tokens) for _, _, tokens in self._sent]
+        expected = [self.times.expected_s(each.tokens) for each in self._sent]
         if expected[0] is None or not (hold_long if expected[0] >= _LONG_STEP_S else self._timed):
             return 0.0
-        began = max(self._sent[0][0], self._last_answer)
+        began = max(self._sent[0].at, self._last_answer)
         left = sum(each or 0.0 for each in expected) - (now - began)
         margin = max(2 * self._full.plan_s, self._cover_s)
         return max(0.0, left - max(margin, _LEAD * expected[0] if expected[0] >= _LONG_STEP_S else 0.0))
@@ -116,8 +120,8 @@ class Pace:
         full, light = self._full, self._light
         if most_in_flight == 1 or not self.step_s or light.plan_s * 2 > full.plan_s or full.step_s > full.plan_s:
             return False
-        began = max(self._sent[0][0], self._last_answer) if self._sent else now
-        left = sum(kind.step_s or self.step_s for _, kind, _ in self._sent) - (now - began)
+        began = max(self._sent[0].at, self._last_answer) if self._sent else now
+        left = sum(each.kind.step_s or self.step_s for each in self._sent) - (now - began)
         return left - self._lead * self.step_s < full.plan_s
 
 
@@ -127,6 +131,15 @@ class _Kind:
 
     plan_s: float = 0.0  # time to build and send it
     step_s: float = 0.0  # duration of its step
+
+
+class _Sent(NamedTuple):
+    """A plan in flight."""
+
+    at: float
+    kind: _Kind
+    tokens: int
+    follows: bool
 
 
 def _smooth(old: float, new: float) -> float:

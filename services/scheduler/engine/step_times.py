@@ -10,6 +10,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[float, float]] = {}  # by bit length of the tokens: tokens, seconds
+        self.step_cost: float | None = None  # fixed time of a step, in tokens computed in that time; None if unknown
 
     def note(self, tokens: int, seconds: float) -> None:
         """Record the duration of a step."""
@@ -19,17 +20,19 @@ class StepTimes:
             known_tokens + _RECENT * (tokens - known_tokens),
             known_s + _RECENT * (seconds - known_s),
         )
+        self.step_cost = self._fit()
 
     def expected_s(self, tokens: int) -> float | None:
         """Return the expected duration of a step of ``tokens``, or None if no such step was recorded."""
         known = self._sizes.get(tokens.bit_length())
-        return None if known is None else known[1] * tokens / max(tokens, known[0])
-
-    @property
-    def step_cost(self) -> float | None:
-        """The fixed time of a step, as the number of tokens computed in that time. None if unknown."""
-        if not self._sizes:
+        if known is None:
             return None
+        known_tokens, known_s = known
+        if self.step_cost is None:
+            return known_s * tokens / max(tokens, known_tokens)
+        return known_s * (tokens + self.step_cost) / (known_tokens + self.step_cost)
+
+    def _fit(self) -> float | None:
         (few, short_s), (many, long_s) = self._sizes[min(self._sizes)], self._sizes[max(self._sizes)]
         if many < _LEAST_RATIO * few or long_s <= short_s:
             return None

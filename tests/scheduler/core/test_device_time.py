@@ -2,8 +2,11 @@
 
 import dataclasses
 
+import pytest
+
 from services.common.plan.codec import decode_result, encode_plan
 from services.common.plan.result import Timing
+from services.scheduler.core.request import PauseMode
 from tests.fakes.model import FakeShape
 from tests.scheduler.core.driver import Driver
 from tokasaurus.worker.v1 import plan_pb2
@@ -12,22 +15,35 @@ SHAPE = FakeShape(vocab_size=62, page_size=4, page_count=40, max_slots=4, max_to
                   max_context_tokens=64, first_token=2)  # fmt: skip
 
 
-def test_idle_time_counts_only_when_the_next_plan_was_there():
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_idle_time_counts_only_while_there_is_work(in_flight):
+    driver = Driver(SHAPE, steps_ahead=2)
+    counters = driver.core.state.queue.counters
+    for request in (1, 2):
+        driver.submit([2, 3], max_tokens=4)
+        driver.plan()
+        while driver.in_flight:
+            if len(driver.in_flight) < in_flight and driver.plan():
+                continue
+            driver.in_flight[0] = dataclasses.replace(driver.in_flight[0], timing=Timing(device=100, idle=7))
+            driver.answer()
+            driver.plan()
+        assert counters.device_busy_ns == 100 * counters.steps == 100 * 4 * request
+        assert counters.device_idle_ns == 7 * 3 * request  # all steps but the first
+
+
+def test_a_worker_does_not_wait_during_a_pause():
     driver = Driver(SHAPE, steps_ahead=2)
     driver.submit([2, 3], max_tokens=4)
-    while driver.plan() or driver.in_flight:
-        driver.in_flight[0] = dataclasses.replace(driver.in_flight[0], timing=Timing(device=100, idle=7))
-        driver.answer()
-    counters = driver.core.state.queue.counters
-    assert counters.device_busy_ns == 100 * counters.steps
-    # The first plan went out to an idle worker, and each later one behind the answer to the one before.
-    assert counters.device_idle_ns == 0
-    driver.submit([2, 3], max_tokens=4)
     driver.plan()
-    while driver.plan() or driver.in_flight:
-        driver.in_flight[0] = dataclasses.replace(driver.in_flight[0], timing=Timing(device=100, idle=7))
-        driver.answer()
-    assert counters.device_idle_ns == 7 * 3
+    driver.core.pause(PauseMode.KEEP)
+    assert not driver.plan()
+    driver.answer()
+    driver.core.resume()
+    driver.plan()
+    driver.in_flight[0] = dataclasses.replace(driver.in_flight[0], timing=Timing(device=100, idle=7))
+    driver.answer()
+    assert driver.core.state.queue.counters.device_idle_ns == 0
 
 
 def test_idle_time_is_late_unless_a_plan_was_queued():
