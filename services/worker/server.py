@@ -30,7 +30,7 @@ from services.worker.parallel.errors import ParallelError
 from tokasaurus.worker.v1 import worker_pb2, worker_pb2_grpc
 
 SERVICE = "tokasaurus.worker.v1.WorkerService"
-CONTRACT_VERSION = "2.5"
+CONTRACT_VERSION = "2.6"
 MAX_PLANS_IN_FLIGHT = 16
 STOP_GRACE_S = 5.0
 

@@ -20,6 +20,7 @@ from services.scheduler.engine.step_timeout import StepTimeout
 from services.scheduler.workers.stream import ReceivedResult
 from tests.fakes.model import FakeModel, FakeShape
 from tokasaurus.scheduler.v1 import session_pb2
+from tokasaurus.worker.v1 import plan_pb2
 
 SINK = 1
 SHAPE = FakeShape(vocab_size=62, max_slots=4096, page_count=16384, max_tokens_per_step=8192, first_token=2)
@@ -35,14 +36,14 @@ class Worker:
 
     def __init__(self, core: Scheduler) -> None:
         self._core = core
-        self._model = FakeModel(SHAPE)
+        self.model = FakeModel(SHAPE)
         self._answers: deque = deque()
         self.accepted_before: list[int] = []
         self.loop: EngineLoop
 
     def send(self, plan) -> None:
         self.accepted_before.append(self._core.state.queue.counters.requests_accepted)
-        self._answers.append(self._model.apply(plan))
+        self._answers.append(self.model.apply(plan))
 
     def answer(self) -> None:
         """The oldest plan in flight, if there is one."""
@@ -127,6 +128,32 @@ def test_an_answer_that_comes_among_submissions_is_followed_by_a_plan(bench, mon
     waited = np.array(plans[:37]) - answered_at[:37]
     assert (waited >= 0).all()
     assert (waited < MOST_SUBMITTED).all()
+
+
+def test_plans_of_short_steps_that_come_late_are_sent_together(bench, monkeypatch):
+    """The results of two steps that only decode are then returned together."""
+    plans = []
+    late = {"device_ns": 500_000, "idle_ns": 1_000_000}
+
+    def answer(plan):
+        plans.append(plan)
+        result = bench.worker.model.apply(plan)
+        result.timing.CopyFrom(plan_pb2.StepTiming(**late))
+        bench.loop.worker_result(bench.worker, ReceivedResult(decode_result(result), result, time.monotonic()))
+
+    monkeypatch.setattr(bench.worker, "send", answer)
+    monkeypatch.setattr(bench.worker, "plans_in_flight", 16)
+    bench.loop.worker_connected(bench.worker)
+    for handle in range(5):
+        bench.submit(handle, max_tokens=60 * (handle + 1))
+    bench.run_until(lambda: len(bench.finished()) == 5)
+    with_next = [plan.result_with_next for plan in plans]
+    prefills = [bool(plan.admissions) for plan in plans]
+    assert sum(with_next) > len(plans) // 2
+    assert not any(
+        held and (prefill or more)
+        for held, prefill, more in zip(with_next, prefills, [*prefills[1:], True], strict=True)
+    )
 
 
 def test_a_submission_of_many_samples_counts_as_many(bench, monkeypatch):

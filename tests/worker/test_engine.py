@@ -65,7 +65,7 @@ class Listener:
         self.closed = False
         self.told: list[int | str] = []
 
-    def answer(self, result: plan_pb2.StepResult) -> None:
+    def answer(self, result: plan_pb2.StepResult, *, with_next: bool = False) -> None:
         self.told.append(result.step)
 
     def fail(self, error: TokaError) -> None:

@@ -27,7 +27,7 @@ async def test_worker_info_says_what_plans_must_fit_into(connect, checkpoint):
     one = worker_pb2.Rank(rank=0, size=1)
     assert facts == {
         "model": "llama",
-        "contract_version": "2.5",
+        "contract_version": "2.6",
         "page_size": 16,
         "page_count": 256,
         "max_slots": 8,

@@ -36,6 +36,17 @@ def test_answers_that_are_there_go_in_one_message():
     assert sender.next_message().WhichOneof("payload") == "result"
 
 
+def test_a_result_waits_for_the_next_one():
+    sender = stream()
+    for step, with_next in ((1, True), (2, True), (3, False), (4, True)):
+        sender.answer(plan_pb2.StepResult(step=step), with_next=with_next)
+    assert steps_of(sender.next_message()) == [1, 2, 3]
+    sender.fail(InvalidRequest("wrong"))
+    assert steps_of(sender.next_message()) == [4]
+    with pytest.raises(InvalidRequest, match="wrong"):
+        sender.next_message()
+
+
 def test_an_older_scheduler_gets_them_one_by_one():
     sender = stream(together=False)
     answer(sender, 1, 2)

@@ -36,6 +36,18 @@ async def test_answers_that_pile_up_come_together_where_they_are_taken(connect, 
     assert messages <= 16
 
 
+async def test_a_result_waits_for_the_next_one_if_its_plan_says_so(connect):
+    scheduler = await (await connect()).connect(takes_results_together=True)
+    batch = plan_pb2.Batch(slots=[0])
+    parts = {"admissions": [admission(0, [5], [0])], "batch": batch}
+    for step in range(1, 16, 2):
+        await scheduler.send(result_with_next=True, **parts)
+        await scheduler.send()
+        message = await scheduler.call.read()
+        assert [result.step for result in message.results.results] == [step, step + 1]
+        parts = {}
+
+
 async def test_more_plans_in_one_message_than_agreed_end_the_stream(connect):
     scheduler = await (await connect()).connect(plans_in_flight=2)
     await scheduler.send_together({"admissions": [admission(0, [5], [0])], "batch": plan_pb2.Batch(slots=[0])}, {}, {})

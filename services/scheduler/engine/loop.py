@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import zip_longest
 from typing import TypeVar
 
 import structlog
@@ -234,20 +235,34 @@ class EngineLoop:
             if ahead != state.queue.steps_ahead:
                 core.set_steps_ahead(ahead)
         while self._stream is not None:
-            begun, waiting = time.monotonic(), bool(state.queue.waiting)
-            if core.plans_in_flight < state.queue.steps_ahead and (later_s := self._hold_plan(begun)):
-                self._send_at = begun + later_s
-                return
-            light = pace.is_starving(begun, state.queue.steps_ahead)
-            plan = core.plan(time.monotonic_ns(), light=light)
-            self._counters.loop_plan_ns += self._lap_ns()
-            if plan is None:
-                return
-            self._send(self._stream, plan)
-            self._counters.loop_send_ns += self._lap_ns()
             now = time.monotonic()
-            full = waiting and not plan.postponed
+            if core.plans_in_flight < state.queue.steps_ahead and (later_s := self._hold_plan(now)):
+                self._send_at = now + later_s
+                return
+            plans = self._build_plans()
+            self._counters.loop_plan_ns += self._lap_ns()
+            if not plans:
+                return
+            for plan, following in zip_longest(plans, plans[1:]):
+                together = following is not None and not (plan.prefill_tokens or following.prefill_tokens)
+                self._send(self._stream, plan, with_next=together)
+            self._counters.loop_send_ns += self._lap_ns()
+
+    def _build_plans(self) -> list[PlannedStep]:
+        """Build the plans that are sent together, or none if none is allowed or needed. An idle worker gets one."""
+        core, queue, pace = self._core, self._core.state.queue, self._pace
+        plans: list[PlannedStep] = []
+        most = pace.together if core.plans_in_flight else 1
+        while len(plans) < most:
+            begun, waiting = time.monotonic(), bool(queue.waiting)
+            light = pace.is_starving(begun, queue.steps_ahead)
+            plan = core.plan(time.monotonic_ns(), light=light)
+            if plan is None:
+                break
+            plans.append(plan)
+            now, full = time.monotonic(), waiting and not plan.postponed
             pace.sent(now, now - begun, full=full, tokens=plan.tokens, follows=plan.follows)
+        return plans
 
     def _hold_plan(self, now: float) -> float:
         """Return the seconds for which to delay the next plan.
@@ -258,8 +273,10 @@ class EngineLoop:
             self._shared_until = now + _SHARED_S
         return self._pace.until_needed(now, hold_long=now < self._shared_until)
 
-    def _send(self, stream: WorkerStream, plan: PlannedStep) -> None:
+    def _send(self, stream: WorkerStream, plan: PlannedStep, *, with_next: bool) -> None:
+        """Send ``plan``. ``with_next``: its result may be returned with that of the next plan."""
         message = encode_plan(plan)
+        message.result_with_next = with_next
         stream.send(message)
         if self._recorder is not None:
             self._recorder.plan(message, plan.admitted_ids, plan.released_ids)

@@ -14,6 +14,8 @@ _RECENT = 0.2  # weight of the newest value in a smoothed value
 # The estimate of this time grows with every late plan, and shrinks with every other plan: 2 % of the plans are late.
 _COVER_S, _LEAST_COVER_S, _MOST_COVER_S = 0.004, 0.001, 0.008
 _LATE, _IN_TIME = 1.1, 0.998
+_MOST_TOGETHER = 4  # plans sent together
+_KEPT = 0.8  # the limit of plans is not reduced to this part of it or more
 # A plan was late if the device was idle for this time and no plan was queued.
 _LATE_NS = 50_000
 # Growth of the shortest step with each result, so that a short step raises the limit of plans for about 100 steps. The
@@ -100,15 +102,31 @@ class Pace:
     def plans_ahead(self, now: int, least: int, most: int) -> int:
         """Return the most plans to keep in flight, from ``least`` to ``most``. ``now`` is the current number.
 
-        There must be enough that short steps do not wait for plans. Each further plan wastes a row of every sequence
-        that finishes. A reduction by one plan is not worth the change.
+        There must be enough that short steps do not wait for plans: those that cover the way of a plan, and those that
+        are sent ``together``. Each further plan wastes a row of every sequence that finishes. A small reduction is not
+        worth the change.
         """
         self._least = least = min(math.ceil(least + self._lead), most)
         if not self.step_s:
             return max(least, min(now, most))
-        shortest_s = min(self.step_s, self._shortest_s) if self._timed else self.step_s
-        wanted = max(least, min(math.ceil(self._cover_s / shortest_s + self._lead), most))
-        return now if least < wanted == now - 1 else wanted
+        steps = 1.5 * self._cover_s / self._short_step_s if self._timed else self._cover_s / self.step_s
+        wanted = max(least, min(math.ceil(steps + self._lead), most))
+        return now if least < wanted < now and wanted >= _KEPT * now else wanted
+
+    @property
+    def together(self) -> int:
+        """The number of plans to send together: those of half the work that covers the way of a plan.
+
+        A message takes time of several threads of both services, which can be longer than a short step. A request that
+        arrives after the plans were built waits for their steps.
+        """
+        if not self._timed:
+            return 1
+        return max(1, min(int(self._cover_s / (2 * self._short_step_s)), _MOST_TOGETHER))
+
+    @property
+    def _short_step_s(self) -> float:
+        return min(self.step_s, self._shortest_s)
 
     def is_starving(self, now: float, most_in_flight: int) -> bool:
         """Return whether the worker would become idle before a full plan arrives, and light plans avoid that.

@@ -1,6 +1,7 @@
 """The state of a RunSteps stream, shared by the engine's threads and two of gRPC's: one receives, one sends."""
 
 import queue
+import threading
 
 from services.common.errors import InvalidRequest
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
@@ -22,22 +23,33 @@ class Stream:
         self.stream_id = hello.stream_id
         self.closed = False  # set under the servicer's lock, read by the engine's threads
         self._together = hello.takes_results_together
+        self._lock = threading.Lock()  # protects the next field, and the order of the outbox
+        self._waiting: list[plan_pb2.StepResult | Exception | object] = []
         self._outbox: queue.SimpleQueue[plan_pb2.StepResult | Exception | object] = queue.SimpleQueue()
         self._last: Exception | object | None = None  # the end of the stream, once it is taken from the outbox
         self._received = 0  # plans; used by the receiving thread
         self._answered = 0  # plans; used by the sending thread
 
-    def answer(self, result: plan_pb2.StepResult) -> None:
-        """Queue ``result``. Any thread may call it."""
-        self._outbox.put(result)
+    def answer(self, result: plan_pb2.StepResult, *, with_next: bool = False) -> None:
+        """Queue ``result``. ``with_next``: it is sent with what is queued next. Any thread may call it."""
+        self._put(result, wait=with_next)
 
     def fail(self, error: Exception) -> None:
         """End the stream with ``error``, after the queued results. Any thread may call it."""
-        self._outbox.put(error)
+        self._put(error)
 
     def finish(self) -> None:
         """End the stream without an error, after the queued results. Any thread may call it."""
-        self._outbox.put(_END)
+        self._put(_END)
+
+    def _put(self, item: plan_pb2.StepResult | Exception | object, *, wait: bool = False) -> None:
+        """Put ``item`` into the outbox, after the items before it that had to ``wait`` for the next one."""
+        with self._lock:
+            self._waiting.append(item)
+            if not wait:
+                for each in self._waiting:
+                    self._outbox.put(each)
+                self._waiting.clear()
 
     def plans_of(self, request: worker_pb2.RunStepsRequest) -> list[plan_pb2.StepPlan]:
         """Return the plans of a message.

@@ -33,7 +33,7 @@ class Client(Protocol):
     closed: bool  # the client needs no more results
     stream_id: str  # the same on all ranks of a replica
 
-    def answer(self, result: plan_pb2.StepResult) -> None: ...
+    def answer(self, result: plan_pb2.StepResult, *, with_next: bool = False) -> None: ...
 
     def fail(self, error: TokaError) -> None: ...
 
@@ -241,7 +241,7 @@ class Engine:
             queued_ns = started_ns - arrived_ns
             age_ns = time.perf_counter_ns() - arrived_ns  # on a CPU, the step has ended
             prefills = self._traces.start_plan(message, age_ns) if self._traces is not None else []
-            answer = partial(self._answer, client, queued_ns, decoded_ns, prefills)
+            answer = partial(self._answer, client, message.result_with_next, queued_ns, decoded_ns, prefills)
             if isinstance(step, StepOutput):
                 answer(step)
             else:
@@ -254,13 +254,19 @@ class Engine:
         self._replies.put(lambda: client.fail(error))
 
     def _answer(
-        self, client: Client, queued_ns: int, decoded_ns: int, prefills: Sequence[PrefillTrace], output: StepOutput
+        self,
+        client: Client,
+        with_next: bool,
+        queued_ns: int,
+        decoded_ns: int,
+        prefills: Sequence[PrefillTrace],
+        output: StepOutput,
     ) -> None:
         output.timing.prepare += decoded_ns
         output.timing.queued = queued_ns
         self.totals.add(queued_ns, output.timing)
         if not client.closed:
-            client.answer(encode_result(output.to_result(self._queued_plans)))
+            client.answer(encode_result(output.to_result(self._queued_plans)), with_next=with_next)
         for prefill in prefills:
             prefill.end(output.timing)
 
