@@ -22,8 +22,8 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.events import Action, Events, PlanEvent, Rejected
 from services.scheduler.engine.inbox import Call, Inbox
 from services.scheduler.engine.load import read_load
-from services.scheduler.engine.pace import Pace
 from services.scheduler.engine.pauses import Pause, Pauses
+from services.scheduler.engine.planning import Planning
 from services.scheduler.engine.planning_timeout import PlanningTimeout
 from services.scheduler.engine.stats import Stats
 from services.scheduler.engine.statsd import Statsd
@@ -38,8 +38,6 @@ from tokasaurus.worker.v1 import worker_pb2
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
-
-_SHARED_S = 600.0  # after requests of two keys ran together, plans behind long steps are sent late for this time
 
 
 class EngineLoop:
@@ -85,10 +83,7 @@ class EngineLoop:
         self._counters = core.state.queue.counters
         self._lap_began_ns = time.perf_counter_ns()
         self._forecast: PageForecast = ()
-        self._pace = Pace()
-        self._ahead = (1, 1)  # least and most plans in flight
-        self._shared_until = 0.0  # until then plans are sent late, so that requests of all keys can be included
-        self._send_at = 0.0  # earliest time of the next plan
+        self._planning = Planning(core)
         self.watchers = 0  # number of plan watchers, set by the API
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
 
@@ -206,9 +201,7 @@ class EngineLoop:
     @property
     def _worker_waits(self) -> bool:
         """True if another plan may be sent now."""
-        if self._stream is None or self._core.plans_in_flight >= self._core.state.queue.steps_ahead:
-            return False
-        return self._send_at <= time.monotonic()
+        return self._stream is not None and self._planning.is_due
 
     def _until_due(self) -> float | None:
         """Return the seconds until the next deadline, report, log line or timeout, or None without one."""
@@ -219,59 +212,23 @@ class EngineLoop:
             due.append(self._step_timeout.until_check())
         if (check_s := self._planning_timeout.until_check()) is not None:
             due.append(check_s)
-        if self._send_at and self._stream is not None:
-            due.append(self._send_at - time.monotonic())
+        if self._stream is not None and (due_at := self._planning.due_at):
+            due.append(due_at - time.monotonic())
         if (report_at := self._stats.due(busy=self._busy())) is not None:
             due.append(report_at - time.monotonic())
         return min(max(0.0, min(due)), 3600.0) if due else None
 
     def _send_plans(self) -> None:
-        """Send plans until the allowed number is in flight."""
-        core, state, pace = self._core, self._core.state, self._pace
-        self._send_at = 0.0
-        if self._stream is not None:
-            state.queue.step_cost = pace.times.step_cost or state.queue.step_cost
-            ahead = pace.plans_ahead(state.queue.steps_ahead, *self._ahead)
-            if ahead != state.queue.steps_ahead:
-                core.set_steps_ahead(ahead)
-        while self._stream is not None:
-            now = time.monotonic()
-            if core.plans_in_flight < state.queue.steps_ahead and (later_s := self._hold_plan(now)):
-                self._send_at = now + later_s
-                return
-            plans = self._build_plans()
+        """Send plans until the worker needs none now."""
+        if self._stream is None:
+            return
+        self._planning.adjust()
+        while plans := self._planning.build():
             self._counters.loop_plan_ns += self._lap_ns()
-            if not plans:
-                return
             for plan, following in zip_longest(plans, plans[1:]):
-                together = following is not None and not (plan.prefill_tokens or following.prefill_tokens)
-                self._send(self._stream, plan, with_next=together)
+                self._send(self._stream, plan, with_next=following is not None and not following.prefill_tokens)
             self._counters.loop_send_ns += self._lap_ns()
-
-    def _build_plans(self) -> list[PlannedStep]:
-        """Build the plans that are sent together, or none if none is allowed or needed. An idle worker gets one."""
-        core, queue, pace = self._core, self._core.state.queue, self._pace
-        plans: list[PlannedStep] = []
-        most = pace.together if core.plans_in_flight else 1
-        while len(plans) < most:
-            begun, waiting = time.monotonic(), bool(queue.waiting)
-            light = pace.is_starving(begun, queue.steps_ahead)
-            plan = core.plan(time.monotonic_ns(), light=light)
-            if plan is None:
-                break
-            plans.append(plan)
-            now, full = time.monotonic(), waiting and not plan.postponed
-            pace.sent(now, now - begun, full=full, tokens=plan.tokens, follows=plan.follows)
-        return plans
-
-    def _hold_plan(self, now: float) -> float:
-        """Return the seconds for which to delay the next plan.
-
-        Behind a long step it is delayed only if keys share the worker, or did recently.
-        """
-        if self._core.state.several_keys:
-            self._shared_until = now + _SHARED_S
-        return self._pace.until_needed(now, hold_long=now < self._shared_until)
+        self._counters.loop_plan_ns += self._lap_ns()
 
     def _send(self, stream: WorkerStream, plan: PlannedStep, *, with_next: bool) -> None:
         """Send ``plan``. ``with_next``: its result may be returned with that of the next plan."""
@@ -306,22 +263,18 @@ class EngineLoop:
             log.error("the worker sent an invalid result", reason=str(error))
             self._abandon(stream, str(error))
             return
-        self._pace.result_received(received.received_s, received.result.timing)
-        self._core.step_s = self._pace.step_s
+        self._planning.result_received(received)
         # The step's output is collected before the next result, so that there is one message for each step.
         self._events.extend(self._core.take_output())
 
     def _attach(self, stream: WorkerStream) -> None:
         if self._stream is not None:
             self._detach(self._stream, "a new stream began")
-        core, most = self._core, stream.plans_in_flight
-        policy, stages = core.state.policy, stream.info.pipeline_parallel.size
-        self._ahead = min(policy.steps_ahead, most), most
-        core.state.queue.steps_ahead = self._ahead[0]
+        core = self._core
+        self._planning.begin(stream)
         core.attach(self.limits_of(stream.info), asleep=stream.is_asleep())
         if stream.weights_version != core.state.queue.weights_version:
             core.change_weights(stream.weights_version)
-        self._pace.begin((stages - 1) / policy.micro_batches)
         self._stream = stream
         if self._recorder is not None:
             self._recorder.connected(stream.info, stream.plans_in_flight)
