@@ -123,8 +123,11 @@ class LengthPredictor:
 
         ``UNKNOWN`` for a class with too few observations, and for a quantile beyond the estimate.
         """
+        known = self._known[classes]
+        if not known.any():
+            return np.full(len(classes), UNKNOWN)
         target = self._survival_at(classes, ages)
-        known = self._known[classes] & (target > 0)
+        known &= target > 0
         target *= 1 - quantiles
         known &= target >= self._survival[classes, -1]
         # The first edge with at most this survival.
