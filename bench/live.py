@@ -153,8 +153,9 @@ def idle_shares(samples: Sequence[Sample]) -> dict[str, float]:
         unused = not (before.running or after.running or waiting)
         shares["host"] += idle - late
         shares["plan"] += late
-        shares["requests" if unused else "plan"] += max(0.0, took - busy - idle)
-    return {name: share / seconds for name, share in shares.items()} if seconds else {}
+        # Less than 0 if the server updated its figures more often in this time than in others.
+        shares["requests" if unused else "plan"] += took - busy - idle
+    return {name: max(0.0, share / seconds) for name, share in shares.items()} if seconds else {}
 
 
 def _drive(

@@ -38,6 +38,12 @@ def test_idle_time_is_divided_by_its_cause():
     assert idle_shares(samples) == pytest.approx({"host": host / 4, "plan": plan / 4, "requests": requests / 4})
 
 
+def test_figures_that_are_updated_between_some_samples_only_show_no_idle_time():
+    # The server updates its figures every 0.2 seconds, and a sample is taken every 0.3 seconds.
+    samples = [sample(0.3 * number, 0.2 * int(1.5 * number + 1e-6), 0.0, running=3) for number in range(42)]
+    assert idle_shares(samples) == pytest.approx({"host": 0.0, "plan": 0.0, "requests": 0.0}, abs=0.01)
+
+
 def test_a_server_without_figures_of_its_device_has_no_idle_shares():
     assert idle_shares([Sample(1.0, {}, {}), Sample(2.0, {}, {})]) == {}
     assert idle_shares([]) == {}
