@@ -305,25 +305,25 @@ class Scheduler:
 
     def plan(self, now_ns: int, *, light: bool = False) -> PlannedStep | None:
         """Return the next plan, or None if no plan is allowed or needed. ``light`` is as for ``Planner.build``."""
-        queue = self.state.queue
-        if self._makes_no_plan:
-            self._has_work = False
+        if len(self._pending) >= self.state.queue.steps_ahead:
             return None
-        if len(self._pending) >= queue.steps_ahead:
-            return None
-        plan, more = None, True
-        while plan is None and more:
-            if queue.quarantined is not None:  # one plan in flight, so that a loss is due to this plan
-                if self._pending:
-                    return None
-                self.quarantine.select_group()
-            plan = self._planner.build(now_ns, light=light)
-            more = self._end_broken() or self.quarantine.is_over  # other samples may be able to run now
+        plan = self._build(now_ns, light=light)
         if plan is not None:
             plan.follows = self._has_work
             slots = plan.sampling[0] if len(plan.sampling) == 1 else np.concatenate(plan.sampling)
             self._pending[plan.step] = _Pending(slots, plan.follows)
         self._has_work = plan is not None
+        return plan
+
+    def _build(self, now_ns: int, *, light: bool) -> PlannedStep | None:
+        plan, more = None, not self._makes_no_plan
+        while plan is None and more:
+            if self.state.queue.quarantined is not None:  # one plan in flight, so that a loss is due to this plan
+                if self._pending:
+                    return None
+                self.quarantine.select_group()
+            plan = self._planner.build(now_ns, light=light)
+            more = self._end_broken() or self.quarantine.is_over  # other samples may be able to run now
         return plan
 
     def take(self, result: StepResult, now_ns: int) -> None:

@@ -46,6 +46,22 @@ def test_a_worker_does_not_wait_during_a_pause():
     assert driver.core.state.queue.counters.device_idle_ns == 0
 
 
+def test_a_worker_does_not_wait_while_quarantined_samples_run_alone():
+    driver = Driver(SHAPE, steps_ahead=2)
+    for _ in range(2):
+        driver.submit([2, 3], max_tokens=8)
+    for _ in range(2):
+        driver.plan()
+        driver.lose_worker()
+    for _ in range(2):
+        assert driver.core.state.queue.quarantined is not None
+        assert driver.plan()
+        assert not driver.plan()  # one plan in flight, by choice
+        driver.in_flight[0] = dataclasses.replace(driver.in_flight[0], timing=Timing(device=100, idle=7))
+        driver.answer()
+    assert driver.core.state.queue.counters.device_idle_ns == 0
+
+
 def test_idle_time_is_late_unless_a_plan_was_queued():
     assert Timing(idle=9).late == 9
     assert Timing(idle=9, queued=2, prepare=30).late == 7
