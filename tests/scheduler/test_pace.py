@@ -6,6 +6,7 @@ import pytest
 
 from services.common.plan.result import Timing
 from services.scheduler.engine.pace import Pace
+from services.scheduler.engine.step_times import StepTimes
 
 
 class Loop:
@@ -253,7 +254,6 @@ def test_plans_arrive_just_before_they_are_needed(steps, link_s):
 
 @pytest.mark.parametrize("link_s", [0.0003, 0.001, 0.0025])
 def test_plans_arrive_in_time_if_the_times_of_steps_are_hard_to_predict(link_s):
-    """The worker then often completes all plans before the next one is sent."""
     random = Random(1)
     steps = [step_s * random.choice((0.6, 1.4)) for step_s in MIXED]
     device = Device(link_s).run(steps * 2)
@@ -300,6 +300,18 @@ def test_the_time_of_a_step_includes_the_host_s_if_plans_wait_for_the_host():
         pace.sent(100.0 + 0.003 * (step - 2), 0.0001, full=True, tokens=8)
         pace.result_received(100.0 + 0.003 * step, late)
     assert pace.step_s == pytest.approx(0.001, rel=0.01)
+
+
+def test_the_expected_time_of_a_step_has_a_fixed_part():
+    times = StepTimes()
+    for tokens in (8, 600, 1000):  # 1 ms, and 3 us for each token
+        times.note(tokens, 0.001 + 3e-6 * tokens)
+    assert times.expected_s(520) == pytest.approx(0.001 + 3e-6 * 520, rel=0.05)
+    assert times.expected_s(16) is None
+    one_size = StepTimes()  # the fixed part is unknown
+    one_size.note(600, 0.0028)
+    assert one_size.expected_s(520) == pytest.approx(0.0028 * 520 / 600)
+    assert one_size.expected_s(1000) == pytest.approx(0.0028)
 
 
 def test_more_distant_workers_get_plans_earlier():

@@ -14,7 +14,7 @@ _RECENT = 0.2  # weight of the newest value in a smoothed value
 # The estimate of this time grows with every late plan, and shrinks with every other plan: 2 % of the plans are late.
 _COVER_S, _LEAST_COVER_S, _MOST_COVER_S = 0.004, 0.001, 0.008
 _LATE, _IN_TIME = 1.1, 0.998
-_MOST_TOGETHER = 4  # plans sent together
+_TOGETHER, _MOST_TOGETHER = 0.5, 4  # plans sent together: those of this part of the estimate, and most of them
 _KEPT = 0.8  # the limit of plans is not reduced to this part of it or more
 # A plan was late if the device was idle for this time and no plan was queued.
 _LATE_NS = 50_000
@@ -109,7 +109,7 @@ class Pace:
         self._least = least = min(math.ceil(least + self._lead), most)
         if not self.step_s:
             return max(least, min(now, most))
-        steps = 1.5 * self._cover_s / self._short_step_s if self._timed else self._cover_s / self.step_s
+        steps = (1 + _TOGETHER) * self._cover_s / self._short_step_s if self._timed else self._cover_s / self.step_s
         wanted = max(least, min(math.ceil(steps + self._lead), most))
         return now if least < wanted < now and wanted >= _KEPT * now else wanted
 
@@ -122,7 +122,7 @@ class Pace:
         """
         if not self._timed:
             return 1
-        return max(1, min(int(self._cover_s / (2 * self._short_step_s)), _MOST_TOGETHER))
+        return max(1, min(int(_TOGETHER * self._cover_s / self._short_step_s), _MOST_TOGETHER))
 
     @property
     def _short_step_s(self) -> float:

@@ -11,7 +11,7 @@ _SHARED_S = 600.0  # after requests of two keys ran together, plans behind long 
 
 
 class Planning:
-    """The times of plans in flight and of the next one. Used by the step loop while a worker is attached."""
+    """Builds plans at the times that follow from those in flight. Used by the step loop while a worker is attached."""
 
     def __init__(self, core: Scheduler) -> None:
         self._core = core
@@ -38,7 +38,7 @@ class Planning:
         return self._core.plans_in_flight < self._core.state.queue.steps_ahead and self.due_at <= time.monotonic()
 
     def adjust(self) -> None:
-        """Set the limit of plans in flight, which the core may refuse to raise."""
+        """Tell the core the measured cost of a step and the limit of plans in flight, which it may refuse to raise."""
         queue, pace = self._core.state.queue, self._pace
         queue.step_cost = pace.times.step_cost or queue.step_cost
         ahead = pace.plans_ahead(queue.steps_ahead, *self._ahead)
