@@ -4,8 +4,8 @@
 Prints the microseconds of a product for each shape, kind of layer and number of rows, with random weights, in a CUDA
 graph of several layers whose weights the L2 cache does not hold. ``fp8`` and ``block fp8`` include the quantization of
 the input. Each result is compared with a float32 product of the dequantized weight; an error above the kind's bound is
-marked with ``!`` and makes the program fail. ``way`` selects one way of ``int8`` and ``int4``: ``tiles`` and ``slices``
-are those of ``layers/triton_grouped.py`` for more than 16 rows.
+marked with ``!`` and makes the program fail. ``way`` selects one way of ``int8`` and ``int4``: ``wide``, ``tiles`` and
+``slices`` are those of ``layers/triton_grouped.py`` for more than 16 rows.
 
 ``options=T`` tries the tile sizes of ``layers/triton_grouped.py`` instead, and prints the fastest ones for each shape
 and number of rows. Kernels are compiled in several processes first. The last line is one JSON object.
@@ -48,7 +48,7 @@ class BenchConfig(Config):
     shapes: str = Field("", description="names of shapes; default: all, and two with options=T")
     kinds: str = Field("", description="kinds of layers; default: all, and int4 with options=T")
     group: Int = Field(128, ge=32, description="inputs that share a scale")
-    way: Literal["any", "tiles", "slices"] = "any"
+    way: Literal["any", "wide", "tiles", "slices"] = "any"
     options: bool = Field(False, description="try tile sizes")
     seconds: Float = Field(120, gt=0, description="with options=T, no new size is tried after this time")
     processes: Int = Field(16, ge=1, description="processes that compile kernels")
@@ -118,8 +118,12 @@ def _with_way(kind: Kind, name: str, way: str) -> Kind:
     """Return ``kind`` with products that go the way ``way``, if it has grouped integers."""
     if way == "any" or not name.startswith("int"):
         return kind
-    launch = triton_grouped.launch_tiles if way == "tiles" else triton_grouped.multiply_slices
-    return kind._replace(product=partial(_launched, launch))
+    ways = {
+        "wide": triton_grouped.launch_wide,
+        "tiles": triton_grouped.launch_tiles,
+        "slices": triton_grouped.multiply_slices,
+    }
+    return kind._replace(product=partial(_launched, ways[way]))
 
 
 def _launched(launch: Callable[..., None], layer: Any, x: torch.Tensor) -> torch.Tensor:

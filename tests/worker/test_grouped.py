@@ -222,6 +222,42 @@ def test_inputs_can_be_split_over_programs(bits, splits, scale_sums):
 
 
 @needs_triton
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("bits", "group", "inputs"), [(4, 32, 192), (4, 64, 1088), (4, 128, 4096), (8, 64, 1088), (8, 128, 1152)]
+)
+@pytest.mark.parametrize(("offsets", "bias"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 72), (33, 1000), (90, 264), (300, 5000), (3000, 5000)])
+def test_kernel_of_hopper_gives_what_dequantized_weights_give(rows, outputs, offsets, bias, bits, group, inputs, dtype):
+    from services.worker.layers.triton_grouped import launch_wide, supports_wide
+
+    linear = make(bits, group, inputs, outputs, bias=bias, offsets=offsets)
+    if bias:
+        linear.bias.data = linear.bias.to(dtype)
+    if not supports_wide(weights_of(linear)):
+        pytest.skip("this GPU has no tensor cores of Hopper")
+    x = random(rows, inputs, dtype=dtype)
+    out = torch.full((rows, outputs), torch.nan, dtype=dtype, device=DEVICE)
+    launch_wide(x, weights_of(linear), out)
+    check(out, expected_product(x, linear))
+
+
+@needs_triton
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("inputs", "outputs"), [(128, 72), (4096, 4096), (4096, 28672), (33 * 128, 1024)])
+def test_each_part_of_the_inputs_has_a_tile(inputs, outputs, bits):
+    from services.worker.layers.triton_grouped import choose_wide
+
+    with torch.device("meta"):
+        weights = weights_of(GroupedLinear(inputs, outputs, bits=bits))
+    chosen = {rows: choose_wide(outputs, inputs, rows, weights) for rows in (17, 64, 65, 256, 257, 1025, 8192)}
+    assert all(1 <= each.splits <= inputs // weights.tile for each in chosen.values())
+    assert [each.rows for each in chosen.values()] == [32, 64, 128, 256, 256, 256, 256]
+    assert chosen[8192].splits == 1 or outputs == 72
+
+
+@needs_triton
 @kernels
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("offsets", [False, True])
@@ -250,6 +286,21 @@ def test_a_start_runs_each_kernel_of_a_product(inputs, outputs):
     assert begun == {choose_rows(outputs, inputs, rows, 4) for rows in few}
     begun = {choose_tiles(outputs, inputs, rows, weights) for rows in set(changes).intersection(many)}
     assert begun == {choose_tiles(outputs, inputs, rows, weights) for rows in many}
+
+
+@needs_triton
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 4096), (4096, 28672), (14336, 1024)])
+def test_a_start_on_hopper_runs_each_kernel_of_a_product(monkeypatch, inputs, outputs):
+    from services.worker.layers import triton_grouped
+
+    monkeypatch.setattr(triton_grouped, "is_hopper", lambda _: True)
+    with torch.device("meta"):
+        weights = weights_of(GroupedLinear(inputs, outputs, bits=4))
+    changes = triton_grouped.row_changes(weights)
+    assert {9, 17, 33, 65, 129} <= set(changes)
+    options = [triton_grouped.choose_wide(outputs, inputs, rows, weights) for rows in range(17, 9000)]
+    begun = {options[rows - 17] for rows in changes if rows > 16}
+    assert begun == set(options)
 
 
 @needs_triton

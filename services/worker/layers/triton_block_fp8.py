@@ -4,7 +4,6 @@ Two implementations give the same results but for rounding: a Triton kernel for 
 takes only some sizes. ``python -m bench.block_products`` compares them.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ import triton.language as tl
 
 from services.worker.layers.block_fp8 import BLOCK
 from services.worker.layers.operators import operator
-from services.worker.layers.triton_overlap import load_float_in_place
+from services.worker.layers.triton_overlap import is_hopper, load_float_in_place
 
 # From this number of rows on, cuBLAS is faster, except for weights with many outputs. Measured on an H200.
 _FEWEST_CUBLAS_ROWS, _FEWEST_CUBLAS_ROWS_WIDE = 8, 65
@@ -22,7 +21,6 @@ _WIDE = 4  # outputs for each input
 _CUBLAS_ROWS = 4  # cuBLAS needs a multiple of this number of rows, since columns of scales begin at 16 bytes
 _CUBLAS_OUTPUTS = 16  # and of outputs
 _CUBLAS_INPUTS = 512  # and of inputs, since its rows of weight scales have a multiple of four blocks
-_HOPPER = 9  # major compute capability
 _FEWEST_PROGRAMS = 120  # about the number of multiprocessors of a Hopper GPU
 _FEWEST_ROWS_FIRST = 64  # with fewer rows, the weight is the first factor, as tensor cores of Hopper need 64 rows
 
@@ -116,19 +114,13 @@ def block_fp8_product(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return ``block_fp8.block_product`` for contiguous ``x [rows, inputs]`` and its ``x_scale [rows, blocks]``."""
-    if x.shape[0] >= _fewest_cublas_rows(*weight.shape) and cublas_supports(*weight.shape) and _is_hopper(x.device):
+    if x.shape[0] >= _fewest_cublas_rows(*weight.shape) and cublas_supports(*weight.shape) and is_hopper(x.device):
         return cublas_product(x, x_scale, weight, weight_scale, dtype)
     return product_with_tile(x, x_scale, weight, weight_scale, dtype, choose_tile(x.shape[0], weight.shape[0]))
 
 
 def _fewest_cublas_rows(outputs: int, inputs: int) -> int:
     return _FEWEST_CUBLAS_ROWS_WIDE if outputs > _WIDE * inputs else _FEWEST_CUBLAS_ROWS
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    """Return whether cuBLAS has products with scales of blocks for ``device``."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
 def choose_tile(rows: int, outputs: int) -> BlockTile:

@@ -1,19 +1,23 @@
 """Products with integer weights that are scaled in groups of inputs, on CUDA.
 
-Steps of a few rows run a kernel that waits only for the weights. More rows use the tensor cores of Hopper. Products of
-many rows first write a part of the weights in 16 bits, which stays in the L2 cache for the following product.
+Steps of a few rows run a kernel that waits only for the weights. More rows run the kernel of ``gluon_grouped`` on
+Hopper. On other GPUs, and for weights that it does not take, a Triton kernel multiplies some rows. Products of more
+rows first write a part of the weights in 16 bits, which stays in the L2 cache for the following product.
 """
 
 from typing import NamedTuple
 
 import torch
 import triton
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from services.worker.layers.gluon_grouped import LINES, WARPS, Sizes, grouped_wide
 from services.worker.layers.grouped import GroupedLinear, tile_size
 from services.worker.layers.operators import operator
 from services.worker.layers.triton_grouped_kernel import grouped_rows
 from services.worker.layers.triton_grouped_wide import grouped_dequantize, grouped_sum, grouped_tiles
-from services.worker.layers.triton_overlap import overlapping, overlaps
+from services.worker.layers.triton_overlap import is_hopper, multiprocessors, overlapping, overlaps
 
 MOST_ROWS = 16  # of ``grouped_rows``
 # By the largest number of weights: the largest number of rows for which dequantization is a part of the product.
@@ -29,6 +33,12 @@ _PROGRAMS = 132  # the number of SMs
 _MOST_SPLITS = 8
 _SUMMED = 1024  # elements per program of ``grouped_sum``
 _DEQUANTIZED_OUTPUTS = 64  # per program
+_FEWEST_WIDE_ROWS, _MOST_WIDE_ROWS = 32, 256  # of a tile of ``grouped_wide``
+_WIDE_TILE = 64  # the smallest number of inputs of a tile
+_WIDE_MULTIPLE = 8  # of outputs, since rows of results begin at 16 bytes
+# Slots of the rings of rows and of codes, by the rows of a tile. They fit into the shared memory of Hopper.
+_WIDE_SLOTS = {32: (8, 5), 64: (8, 5), 128: (6, 4), 256: (4, 3)}
+_WIDE_SLOTS_8_BITS = _WIDE_SLOTS | {256: (4, 2)}
 
 
 class GroupedWeights(NamedTuple):
@@ -96,6 +106,15 @@ class TilesOptions(NamedTuple):
     stages: int
 
 
+class WideOptions(NamedTuple):
+    """The tile size and launch options of ``grouped_wide``."""
+
+    rows: int
+    slots: int
+    code_slots: int
+    splits: int  # of the inputs
+
+
 def choose_rows(outputs: int, inputs: int, rows: int, bits: int) -> RowsOptions:
     """Return the options for ``rows`` rows."""
     if outputs > 2 * inputs:
@@ -117,14 +136,33 @@ def choose_tiles(outputs: int, inputs: int, rows: int, weights: GroupedWeights) 
     small = padded <= 128
     block, warps = (64, 4) if small else (128, 8)
     programs = triton.cdiv(rows, padded) * triton.cdiv(outputs, block)
-    tiles, splits = inputs // weights.tile, 1
     # Of programs with small tiles, an SM runs two at once. More splits also write and read more sums.
-    most = (2 if small else 1) * _PROGRAMS
-    while splits < _MOST_SPLITS and programs * splits * 2 <= most and tiles >= splits * 8:
-        splits *= 2
+    splits = _splits(programs, inputs // weights.tile, (2 if small else 1) * _PROGRAMS)
     # Three stages of 256 rows and bytes would take nearly all shared memory.
     stages = 4 if padded <= 64 else 2 if padded == 256 and weights.bits == 8 else 3
     return TilesOptions(padded, block, splits, scale_sums, warps, stages)
+
+
+def supports_wide(weights: GroupedWeights) -> bool:
+    """Return whether ``grouped_wide`` takes ``weights``."""
+    outputs, _ = weights.shape
+    return is_hopper(weights.codes.device) and weights.tile >= _WIDE_TILE and outputs % _WIDE_MULTIPLE == 0
+
+
+def choose_wide(outputs: int, inputs: int, rows: int, weights: GroupedWeights) -> WideOptions:
+    """Return the options of ``grouped_wide`` for ``rows`` rows."""
+    padded = min(_MOST_WIDE_ROWS, max(_FEWEST_WIDE_ROWS, triton.next_power_of_2(rows)))
+    slots, code_slots = (_WIDE_SLOTS if weights.bits == 4 else _WIDE_SLOTS_8_BITS)[padded]
+    splits = _splits(triton.cdiv(rows, padded) * triton.cdiv(outputs, LINES), inputs // weights.tile, _PROGRAMS)
+    return WideOptions(padded, slots, code_slots, splits)
+
+
+def _splits(programs: int, tiles: int, most: int) -> int:
+    """Return the number of parts of the inputs, with which there are at most ``most`` programs."""
+    splits = 1
+    while splits < _MOST_SPLITS and programs * splits * 2 <= most and tiles >= splits * 8:
+        splits *= 2
+    return splits
 
 
 def most_fused_rows(outputs: int, inputs: int) -> int:
@@ -138,13 +176,17 @@ def row_changes(weights: GroupedWeights) -> list[int]:
     The boot runs steps on both sides of each, so that no kernel is compiled while requests are served.
     """
     outputs, inputs = weights.shape
+    wide = supports_wide(weights)
 
     def kernel(rows: int) -> object:
         if rows <= MOST_ROWS:
             return choose_rows(outputs, inputs, rows, weights.bits), _padded(rows)
+        if wide:
+            return choose_wide(outputs, inputs, rows, weights)
         return choose_tiles(outputs, inputs, rows, weights) if rows <= most_fused_rows(outputs, inputs) else None
 
-    return [rows for rows in range(2, MOST_FUSED_ROWS + 2) if kernel(rows) != kernel(rows - 1)]
+    candidates = [*range(2, MOST_FUSED_ROWS + 2), *(tiles * _MOST_WIDE_ROWS + 1 for tiles in range(2, _PROGRAMS))]
+    return [rows for rows in candidates if kernel(rows) != kernel(rows - 1)]
 
 
 def _padded(rows: int) -> int:
@@ -171,6 +213,8 @@ def grouped_product(
         return out
     if rows <= MOST_ROWS:
         launch_rows(x, weights, out)
+    elif supports_wide(weights):
+        launch_wide(x, weights, out)
     elif rows <= most_fused_rows(*weights.shape):
         launch_tiles(x, weights, out)
     else:
@@ -229,10 +273,45 @@ def launch_tiles(
         num_warps=options.warps, num_stages=options.stages,
     )  # fmt: skip
     if not whole:
-        grouped_sum[(triton.cdiv(rows * outputs, _SUMMED),)](
-            sums, bias, out, rows * outputs, OUTPUTS=outputs, BIAS=weights.bias is not None, SPLITS=splits,
-            BLOCK=_SUMMED,
-        )  # fmt: skip
+        _add_parts(sums, weights.bias, out)
+
+
+def launch_wide(
+    x: torch.Tensor, weights: GroupedWeights, out: torch.Tensor, options: WideOptions | None = None
+) -> None:
+    """Write the product of any number of rows to ``out``, if ``supports_wide``. ``options``: None = choose them."""
+    (outputs, inputs), rows, tile = weights.shape, x.shape[0], weights.tile
+    options = options or choose_wide(outputs, inputs, rows, weights)
+    whole = options.splits == 1
+    parts = out if whole else torch.empty((options.splits, rows, outputs), dtype=torch.float32, device=x.device)
+    sizes = Sizes(
+        inputs, outputs, weights.bits, weights.group, tile, weights.offsets is not None, weights.bias is not None,
+        options.splits, options.rows, LINES, options.slots, options.code_slots,
+    )  # fmt: skip
+    blocks = triton.cdiv(rows, options.rows) * triton.cdiv(outputs, LINES)
+    codes = weights.codes.view(torch.int16)
+    grouped_wide[(min(multiprocessors(x.device), blocks), options.splits)](
+        _described(x, options.rows, tile // 2), _described(codes, LINES, tile * weights.bits // 16),
+        weights.scales, weights.scales if weights.offsets is None else weights.offsets,
+        x if weights.bias is None else weights.bias, _described(out, options.rows, LINES), parts, rows, C=sizes,
+        num_warps=WARPS,
+    )  # fmt: skip
+    if not whole:
+        _add_parts(parts, weights.bias, out)
+
+
+def _described(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Return a descriptor of ``matrix``, of 16-bit elements, for copies of ``[rows, columns]`` to or from memory."""
+    layout = NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16)
+    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
+
+
+def _add_parts(parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Write the sum of ``parts [splits, rows, outputs]`` and ``bias`` to ``out``."""
+    grouped_sum[(triton.cdiv(out.numel(), _SUMMED),)](
+        parts, out if bias is None else bias, out, out.numel(), OUTPUTS=out.shape[1], BIAS=bias is not None,
+        SPLITS=len(parts), BLOCK=_SUMMED,
+    )  # fmt: skip
 
 
 def multiply_slices(x: torch.Tensor, weights: GroupedWeights, out: torch.Tensor) -> None:

@@ -13,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+_HOPPER = 9  # major compute capability
+_H200 = 132
+
 
 def overlaps(device: torch.device) -> bool:
     """Return whether ``device`` supports programmatic dependent launch."""
@@ -22,6 +25,17 @@ def overlaps(device: torch.device) -> bool:
 def overlapping(overlap: bool) -> dict[str, bool]:
     """Return the launch options of a kernel that may start early if ``overlap`` is true."""
     return {"launch_pdl": True} if overlap else {}
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Return whether ``device`` has the tensor cores of Hopper, which later GPUs do not have."""
+    return device.type == "cuda" and _capability(device.index or 0)[0] == _HOPPER
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of ``device``, or that of an H200 for a device that is no GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _H200
 
 
 @cache

@@ -76,6 +76,7 @@ def dry(gpu: GpuTarget) -> list[Replacement]:
         Replacement(torch.cuda, "get_device_capability", lambda *_: gpu.capability),
         Replacement(triton_skinny, "overlaps", lambda _: gpu.capability >= (9, 0)),
         Replacement(triton_grouped, "overlaps", lambda _: gpu.capability >= (9, 0)),
+        Replacement(triton_grouped, "is_hopper", lambda _: gpu.capability[0] == 9),
         Replacement(graphs, "capture", _capture),
         Replacement(pieces, "capture_whole", _capture),
         Replacement(pieces, "capture_between", _capture_between),

@@ -3,10 +3,11 @@
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 _ALIGNMENT = 16  # bytes of a pointer, and of an integer, that Triton specialises for
@@ -64,7 +65,9 @@ def recording(on_launch: Callable[[Launch], None]) -> Iterator[None]:
 
 
 def _without_memory(argument: Any) -> Any:
-    """Return ``argument``, or a ``Pointer`` in place of a tensor."""
+    """Return ``argument``, or a ``Pointer`` in place of a tensor, which a descriptor may describe."""
+    if isinstance(argument, TensorDescriptor):
+        return replace(argument, base=_without_memory(argument.base))
     if not torch.is_tensor(argument):
         return argument
     offset = int(argument.storage_offset()) * argument.element_size() if argument.is_meta else argument.data_ptr()
@@ -86,6 +89,8 @@ def _key(value: Any, parameter: Any) -> Any:
         return value
     if isinstance(value, Pointer):
         return value.dtype, value.address == 0 or parameter.do_not_specialize_on_alignment
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, tuple(value.block_shape), value.layout
     if isinstance(value, int):
         if parameter.do_not_specialize:
             return "integer"

@@ -1,0 +1,215 @@
+"""Kernel of ``triton_grouped`` for many rows, on tensor cores of Hopper.
+
+It is written in Gluon, the language below Triton, in which the program says where values are and who waits for whom. A
+producer warp copies tiles of rows and of codes into rings in shared memory. Eight warps convert codes to floats in
+registers, which are the first factor of a product of tensor cores, while these compute the product before. Each
+program multiplies several tiles, one after the other. The first copies for a tile run during the end of the tile
+before, and so does the copy of its results to memory.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from services.worker.layers.gluon_unpack import doubled, weights_of_pairs
+
+LINES = 128  # outputs of a tile
+WARPS = 8  # that compute
+_TOGETHER = gl.constexpr(8)  # row tiles that follow each other, so that their weights stay in the L2 cache
+_PRODUCER_REGISTERS = gl.constexpr(24)
+
+
+class Sizes(NamedTuple):
+    """The constants of ``grouped_wide``. Numbers of rows, lines and slots are those of a program."""
+
+    inputs: int
+    outputs: int
+    bits: int
+    group: int
+    tile: int  # inputs that are stored together, at least 64
+    offsets: bool
+    bias: bool
+    splits: int  # of the inputs
+    rows: int  # a power of two, at most 256
+    lines: int  # outputs
+    slots: int  # of the ring of rows; a slot has half a tile of inputs
+    code_slots: int  # of the ring of codes
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def grouped_wide(x, codes, scales, offsets, bias, results, parts, rows, C: gl.constexpr):
+    """Multiply tiles of rows and outputs. Grid: ``(programs, splits)``.
+
+    ``x [rows, inputs]``, ``codes [outputs, pairs]`` int16 and ``results [rows, outputs]`` are descriptors of tensors.
+    With several splits, each computes the sum over a part of the inputs, ``parts [splits, rows, outputs]`` float32,
+    without bias. The other tensors are those of ``GroupedLinear``, and ``C`` are ``Sizes``.
+    """
+    HALF: gl.constexpr = C.tile // 2
+    TILES: gl.constexpr = C.inputs // C.tile
+    SLOTS: gl.constexpr = C.slots
+    CODE_SLOTS: gl.constexpr = C.code_slots
+    split = gl.program_id(1)
+    first = split * TILES // C.splits
+    count = (split + 1) * TILES // C.splits - first
+    gl.assume(count > 0)
+
+    row_ring = gl.allocate_shared_memory(x.dtype, [SLOTS, C.rows, HALF], x.layout)
+    code_ring = gl.allocate_shared_memory(gl.int16, [CODE_SLOTS, C.lines, C.tile * C.bits // 16], codes.layout)
+    filled = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    codes_filled = gl.allocate_shared_memory(gl.int64, [CODE_SLOTS, 1], mbarrier.MBarrierLayout())
+    codes_free = gl.allocate_shared_memory(gl.int64, [CODE_SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(filled.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    for slot in gl.static_range(CODE_SLOTS):
+        mbarrier.init(codes_filled.index(slot), count=1)
+        mbarrier.init(codes_free.index(slot), count=1)
+    rings = (row_ring, code_ring, filled, free, codes_filled, codes_free)
+    # With several splits, nothing is staged.
+    staged = gl.allocate_shared_memory(x.dtype, [C.rows, C.lines], results.layout) if C.splits == 1 else row_ring
+    gl.warp_specialize(
+        [
+            (_consume, (rings, staged, scales, offsets, bias, results, parts, rows, first, count, split, C)),
+            (_produce, (rings, x, codes, rows, first, count, C)),
+        ],
+        [1],
+        [_PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _place(block, rows, C: gl.constexpr):
+    """Return the first row and the first output of the tile ``block``."""
+    LINE_TILES: gl.constexpr = (C.outputs + C.lines - 1) // C.lines
+    before = block // (_TOGETHER * LINE_TILES) * _TOGETHER
+    size = gl.minimum((rows + C.rows - 1) // C.rows - before, _TOGETHER)
+    inside = block % (_TOGETHER * LINE_TILES)
+    return (before + inside % size) * C.rows, inside // size * C.lines
+
+
+@gluon.jit
+def _blocks(rows, C: gl.constexpr):
+    """Return the number of tiles."""
+    return (rows + C.rows - 1) // C.rows * ((C.outputs + C.lines - 1) // C.lines)
+
+
+@gluon.jit
+def _produce(rings, x, codes, rows, first, count, C: gl.constexpr):
+    """Fill the rings, in the order in which ``_consume`` empties them."""
+    row_ring, code_ring, filled, free, codes_filled, codes_free = rings
+    HALF: gl.constexpr = C.tile // 2
+    WIDTH: gl.constexpr = C.tile * C.bits // 16
+    step = 0
+    for block in range(gl.program_id(0), _blocks(rows, C), gl.num_programs(0)):
+        row, line = _place(block, rows, C)
+        for tile in range(first, first + count):
+            slot = step % C.code_slots
+            mbarrier.wait(codes_free.index(slot), (step // C.code_slots & 1) ^ 1)
+            mbarrier.expect(codes_filled.index(slot), codes.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                codes, [line, tile * WIDTH], codes_filled.index(slot), code_ring.index(slot)
+            )
+            for half in gl.static_range(2):
+                number = 2 * step + half
+                slot = number % C.slots
+                mbarrier.wait(free.index(slot), (number // C.slots & 1) ^ 1)
+                mbarrier.expect(filled.index(slot), x.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    x, [row, (2 * tile + half) * HALF], filled.index(slot), row_ring.index(slot)
+                )
+            step += 1
+
+
+@gluon.jit
+def _factors(scales, offsets, tile, source, DTYPE: gl.constexpr, C: gl.constexpr):
+    """Return scales and offsets of the halves of ``tile`` for the outputs ``source``, as ``doubled`` returns them."""
+    place = tile * C.tile // C.group * C.outputs + source
+    scale = doubled(gl.load(scales + place), DTYPE)
+    offset = doubled(gl.load(offsets + place), DTYPE) if C.offsets else scale
+    second_scale, second_offset = scale, offset
+    if C.group < C.tile:  # the halves of a tile are two groups
+        second_scale = doubled(gl.load(scales + place + C.outputs), DTYPE)
+        second_offset = doubled(gl.load(offsets + place + C.outputs), DTYPE) if C.offsets else second_scale
+    return scale, offset, second_scale, second_offset
+
+
+@gluon.jit
+def _multiply(total, weights, rings, number, C: gl.constexpr):
+    """Start to add the product of ``weights`` and the rows of half a tile, which is copy ``number`` to the ring."""
+    row_ring, _, filled, _, _, _ = rings
+    slot = number % C.slots
+    mbarrier.wait(filled.index(slot), number // C.slots & 1)
+    return warpgroup_mma(weights, row_ring.index(slot).permute((1, 0)), total, is_async=True)
+
+
+@gluon.jit
+def _consume(rings, staged, scales, offsets, bias, results, parts, rows, first, count, split, C: gl.constexpr):
+    """Multiply what is in the rings.
+
+    There are two sets of registers for weights. While a product reads one of them, the next weights are written to the
+    other one.
+    """
+    row_ring, code_ring, _, free, codes_filled, codes_free = rings
+    DTYPE: gl.constexpr = row_ring.dtype
+    HALF: gl.constexpr = C.tile // 2
+    LINES: gl.constexpr = C.lines
+    ROWS: gl.constexpr = C.rows
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    PAIRS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 1)
+    step = 0
+    for block in range(gl.program_id(0), _blocks(rows, C), gl.num_programs(0)):
+        row, line = _place(block, rows, C)
+        source = gl.minimum(line + gl.arange(0, LINES, gl.SliceLayout(1, PAIRS)), C.outputs - 1)
+        total = warpgroup_mma_init(gl.zeros([LINES, ROWS], gl.float32, SUMS))
+        high = gl.zeros([LINES, HALF], DTYPE, WEIGHTS)
+        scale, offset, second_scale, second_offset = _factors(scales, offsets, first, source, DTYPE, C)
+        for tile in range(first, first + count):
+            slot = step % C.code_slots
+            number = 2 * step
+            mbarrier.wait(codes_filled.index(slot), step // C.code_slots & 1)
+            tile_codes = code_ring.index(slot)
+            pairs = tile_codes.load(PAIRS) if C.bits == 4 else tile_codes.slice(0, HALF // 2, dim=1).load(PAIRS)
+            low = weights_of_pairs(pairs, scale, offset, False, C.bits, C.offsets, DTYPE, WEIGHTS)
+            total = _multiply(total, low, rings, number, C)
+            following = gl.minimum(tile + 1, C.inputs // C.tile - 1)
+            next_factors = _factors(scales, offsets, following, source, DTYPE, C)
+            high = warpgroup_mma_wait(1, deps=[high])
+            mbarrier.arrive(free.index((number + C.slots - 1) % C.slots), count=1, pred=tile > first)
+            if C.bits == 8:
+                pairs = tile_codes.slice(HALF // 2, HALF // 2, dim=1).load(PAIRS)
+            high = weights_of_pairs(pairs, second_scale, second_offset, True, C.bits, C.offsets, DTYPE, WEIGHTS)
+            mbarrier.arrive(codes_free.index(slot), count=1)
+            total = _multiply(total, high, rings, number + 1, C)
+            low = warpgroup_mma_wait(1, deps=[low])
+            mbarrier.arrive(free.index(number % C.slots), count=1)
+            scale, offset, second_scale, second_offset = next_factors
+            step += 1
+        sums, high = warpgroup_mma_wait(0, deps=[total, high])
+        mbarrier.arrive(free.index((2 * step + C.slots - 1) % C.slots), count=1)
+
+        columns = line + gl.arange(0, LINES, gl.SliceLayout(1, SUMS))
+        if C.splits == 1:
+            if C.bias:
+                sums += gl.load(bias + gl.minimum(columns, C.outputs - 1)).to(gl.float32)[:, None]
+            tma.store_wait(0)  # for the copy of the results before
+            staged.permute((1, 0)).store(sums.to(DTYPE))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(results, [row, line], staged)
+        else:
+            members = row + gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))
+            part_rows = split.to(gl.int64) * rows + members
+            kept = (columns < C.outputs)[:, None] & (members < rows)[None, :]
+            gl.store(parts + part_rows[None, :] * C.outputs + columns[:, None], sums, kept)
+    if C.splits == 1:
+        tma.store_wait(0)

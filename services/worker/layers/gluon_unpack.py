@@ -1,0 +1,83 @@
+"""Conversion of packed integers to 16-bit floats, multiplied by their scales, for Gluon kernels.
+
+Two neighbouring weights are converted together, as ``triton_unpack`` describes, and multiplied by a scale that has the
+dtype of the rows. So a weight is rounded twice: as its scale, and as a product.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+_HALVES = (
+    "{{ .reg .b32 codes, exponent, one, middle; {select}"
+    " mov.b32 exponent, {exponent}; mov.b32 one, {one}; mov.b32 middle, {middle};"
+    " prmt.b32 $0, codes, exponent, 0x4140; prmt.b32 $1, codes, exponent, 0x4342;"
+    " fma.rn.{kind} $0, $0, one, middle; fma.rn.{kind} $1, $1, one, middle;"
+)
+# The significand of bfloat16 has room for seven bits of a code. The eighth bit decides what is subtracted: 128 or 256.
+_BFLOAT16_BYTES = (
+    "{{ .reg .b32 a, b, c, d, minus; mov.b32 minus, 0xBF80BF80;"
+    " prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;"
+    " lop3.b32 c, a, 0x00800080, 0x43004300, 0xAE; lop3.b32 d, b, 0x00800080, 0x43004300, 0xAE;"
+    " lop3.b32 a, a, 0x007F007F, 0x43004300, 0xEA; lop3.b32 b, b, 0x007F007F, 0x43004300, 0xEA;"
+    " fma.rn.bf16x2 $0, c, minus, a; fma.rn.bf16x2 $1, d, minus, b;"
+)
+_SCALED = " mul.rn.{kind} $0, $0, $3; mul.rn.{kind} $1, $1, $4; }}"
+_SHIFTED = " fma.rn.{kind} $0, $0, $3, $5; fma.rn.{kind} $1, $1, $4, $6; }}"
+_LOW = {"select": "and.b32 codes, $2, 0x0F0F0F0F;"}
+_HIGH = {"select": "shr.b32 codes, $2, 4; and.b32 codes, codes, 0x0F0F0F0F;"}
+_BYTES = {"select": "mov.b32 codes, $2;"}
+_BF16 = {"kind": "bf16x2", "exponent": "0x43434343", "one": "0x3F803F80", "middle": "0xC308C308"}
+_FP16 = {"kind": "f16x2", "exponent": "0x64646464", "one": "0x3C003C00", "middle": "0xE408E408"}
+_FP16_BYTES = _FP16 | _BYTES | {"middle": "0xE480E480"}
+
+_BF16_LOW, _BF16_LOW_SHIFTED = (gl.constexpr((_HALVES + end).format(**_BF16 | _LOW)) for end in (_SCALED, _SHIFTED))
+_BF16_HIGH, _BF16_HIGH_SHIFTED = (gl.constexpr((_HALVES + end).format(**_BF16 | _HIGH)) for end in (_SCALED, _SHIFTED))
+_BF16_8, _BF16_8_SHIFTED = (gl.constexpr((_BFLOAT16_BYTES + end).format(**_BF16)) for end in (_SCALED, _SHIFTED))
+_FP16_LOW, _FP16_LOW_SHIFTED = (gl.constexpr((_HALVES + end).format(**_FP16 | _LOW)) for end in (_SCALED, _SHIFTED))
+_FP16_HIGH, _FP16_HIGH_SHIFTED = (gl.constexpr((_HALVES + end).format(**_FP16 | _HIGH)) for end in (_SCALED, _SHIFTED))
+_FP16_8, _FP16_8_SHIFTED = (gl.constexpr((_HALVES + end).format(**_FP16_BYTES)) for end in (_SCALED, _SHIFTED))
+
+
+@gluon.jit
+def doubled(values, DTYPE: gl.constexpr):
+    """Return each float32 value twice, as the halves of a uint32, in ``DTYPE``."""
+    bits = values.to(DTYPE).to(gl.uint16, bitcast=True).to(gl.uint32)
+    return bits | (bits << 16)
+
+
+@gluon.jit
+def weights_of_pairs(codes, scale, offset, HIGH: gl.constexpr, BITS: gl.constexpr, OFFSETS: gl.constexpr,
+                     DTYPE: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """Return the weights of ``codes [lines, pairs]`` int16, ``[lines, 2 * pairs]`` of ``DTYPE`` in ``LAYOUT``.
+
+    With 4 bits, they are the low halves of the bytes, or the high ones with ``HIGH``. ``scale`` and ``offset`` are
+    those of lines, as ``doubled`` returns them. In ``LAYOUT``, a thread holds pairs of neighbours.
+    """
+    if BITS == 8:
+        values = _run(codes, scale, offset, OFFSETS, _BF16_8, _BF16_8_SHIFTED, _FP16_8, _FP16_8_SHIFTED, DTYPE)
+    elif HIGH:
+        values = _run(codes, scale, offset, OFFSETS, _BF16_HIGH, _BF16_HIGH_SHIFTED, _FP16_HIGH, _FP16_HIGH_SHIFTED,
+                      DTYPE)  # fmt: skip
+    else:
+        values = _run(codes, scale, offset, OFFSETS, _BF16_LOW, _BF16_LOW_SHIFTED, _FP16_LOW, _FP16_LOW_SHIFTED, DTYPE)
+    first = (values & 0xFFFF).to(gl.uint16).to(DTYPE, bitcast=True)
+    second = (values >> 16).to(gl.uint16).to(DTYPE, bitcast=True)
+    joined = gl.join(first, second).reshape([codes.shape[0], codes.shape[1] * 2])
+    return gl.convert_layout(joined, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _run(codes, scale, offset, OFFSETS: gl.constexpr, BF16: gl.constexpr, BF16_SHIFTED: gl.constexpr,
+         FP16: gl.constexpr, FP16_SHIFTED: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
+    """Run PTX on two pairs at a time. Return pairs of ``DTYPE`` as uint32."""
+    scales = scale[:, None] + gl.zeros_like(codes).to(gl.uint32)
+    if OFFSETS:
+        offsets = offset[:, None] + gl.zeros_like(codes).to(gl.uint32)
+        ASM: gl.constexpr = FP16_SHIFTED if gl.float16 == DTYPE else BF16_SHIFTED
+        pairs = gl.inline_asm_elementwise(
+            ASM, "=r,=r,r,r,r,r,r", [codes, scales, offsets], dtype=gl.uint32, is_pure=True, pack=2
+        )
+    else:
+        PLAIN: gl.constexpr = FP16 if gl.float16 == DTYPE else BF16
+        pairs = gl.inline_asm_elementwise(PLAIN, "=r,=r,r,r,r", [codes, scales], dtype=gl.uint32, is_pure=True, pack=2)
+    return pairs
