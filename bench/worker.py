@@ -2,10 +2,11 @@
 [worker_flags='...'] [steps=200] [skip=20] [window=50] [profiles=3] [rows=.. groups=.. prefix=.. own=..] [plot=FILE]``.
 
 The plans are those of a recording (made by ``record_plans=DIR`` of a scheduler; the largest file of a directory), or
-synthetic decode steps of ``rows`` sequences. The worker has the flags ``worker_flags``. As in a server, several steps
-are in flight. For every window of steps, the program prints milliseconds of a step by the clock and on the device, the
-idle share of the device, and the host's preparation. On CUDA, some steps are also profiled by kernel: the time by part
-of the model, and the least time that arithmetic and bytes allow at rates measured in this process.
+synthetic decode steps of ``rows`` sequences: with ``rows=1,64``, those of one sequence and then those of 64. The worker
+has the flags ``worker_flags``. As in a server, several steps are in flight. For every window of steps, the program
+prints milliseconds of a step by the clock and on the device, the idle share of the device, and the host's preparation.
+On CUDA, some steps are also profiled by kernel: the time by part of the model, and the least time that arithmetic and
+bytes allow at rates measured in this process.
 The last line is one JSON object.
 """
 
@@ -48,7 +49,7 @@ class BenchConfig(Config):
     window: Int = Field(50, ge=1, description="steps in a line of the table")
     in_flight: Int = Field(3, ge=1, le=MOST_IN_FLIGHT)
     profiles: Int = Field(3, ge=0, description="steps to profile by kernel, on cuda")
-    rows: Int = Field(64, ge=1, description="synthetic sequences")
+    rows: str = Field("64", pattern=r"^[1-9]\d*(,[1-9]\d*)*$", description="numbers of synthetic sequences")
     groups: Int = Field(0, ge=0, description="number of Hydragen groups; 0 = no shared prefixes")
     prefix: Int = Field(704, ge=0, description="tokens that a group shares")
     own: Int = Field(110, ge=2, description="mean tokens of a sequence behind the prefix")
@@ -60,15 +61,15 @@ def main() -> None:
     """Measure, print the tables, and a JSON object as the last line."""
     config = from_command_line(BenchConfig)
     total = config.skip + config.steps
-    made_up, recorded = None, None
+    made_up: list[MadeUp] = []
+    recorded = None
     if config.record is None:
-        if config.groups > config.rows:
-            refuse(f"groups={config.groups}: more than rows={config.rows}")
-        made_up = MadeUp(config.rows, config.groups, config.prefix, config.own, config.temperature)
+        made_up = [_made_up(config, int(rows)) for rows in config.rows.split(",")]
+        largest = max(each.rows for each in made_up)
         defaults = {
-            "max_seqs_per_forward": config.rows,
-            "max_tokens_per_forward": max(2048, config.rows),
-            "kv_cache_num_tokens": PAGE_SIZE * made_up.pages(total, PAGE_SIZE),
+            "max_seqs_per_forward": largest,
+            "max_tokens_per_forward": max(2048, largest),
+            "kv_cache_num_tokens": PAGE_SIZE * max(each.pages(total, PAGE_SIZE) for each in made_up),
         }
     else:
         recorded = RecordedStream(config.record, total)
@@ -80,21 +81,38 @@ def main() -> None:
     prepare(flags)
     rates = _rates(flags.device)
     worker = boot_worker(flags)
+    rates = rates if worker.on_cuda else None
     if recorded is not None:
         recorded.check(worker.runner.limits)
-        plans, source = recorded.plans(), str(recorded.path)
+        runs = [run(worker, recorded.plans(), config, total, rates)]
+        source = str(recorded.path)
     else:
-        _check(made_up, total, worker)
-        plans, source = ((plan, 0) for plan in made_up.plans(total, worker.runner.limits)), "made up"
-    rates = rates if worker.on_cuda else None
-    figures, profiles = run(worker, plans, config, total, rates)
+        runs, source = [_run_made_up(each, worker, config, total, rates) for each in made_up], "made up"
+    figures, profiles = runs[-1]
     found = {"source": source, "model": worker.booted.model, "device": worker.booted.device, **figures}
+    if len(runs) > 1:
+        found["by_rows"] = {each.rows: of_rows for each, (of_rows, _) in zip(made_up, runs, strict=True)}
     if rates is not None:
         found["rates"] = {name: value and round(value / 1e12, 1) for name, value in asdict(rates).items()}
         found["profiles"] = profiles
     if config.plot is not None and profiles:
         plot(profiles, Path(config.plot))
     report(found)
+
+
+def _made_up(config: BenchConfig, rows: int) -> MadeUp:
+    if config.groups > rows:
+        refuse(f"groups={config.groups}: more than rows={rows}")
+    return MadeUp(rows, config.groups, config.prefix, config.own, config.temperature)
+
+
+def _run_made_up(
+    made_up: MadeUp, worker: LocalWorker, config: BenchConfig, total: int, rates: "Rates | None"
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    _check(made_up, total, worker)
+    print(f"{made_up.rows} sequences")
+    worker.runner.reset()
+    return run(worker, ((plan, 0) for plan in made_up.plans(total, worker.runner.limits)), config, total, rates)
 
 
 def run(

@@ -67,6 +67,17 @@ def test_a_worker_that_is_too_small_is_refused(tmp_path):
     assert "recorded with max_slots=8, but the worker has 4" in outcome.stderr
 
 
+@pytest.mark.slow
+def test_several_numbers_of_sequences_are_measured_with_one_worker():
+    outcome = run("rows=2,5", "own=8", "steps=6", "skip=2", "window=3", "worker_flags=torch_num_threads=1")
+    assert outcome.returncode == 0, outcome.stderr
+    figures = json.loads(outcome.stdout.splitlines()[-1])
+    assert {rows: [each["rows"] for each in of["windows"]] for rows, of in figures["by_rows"].items()} == {
+        "2": [2, 2], "5": [5, 5],
+    }  # fmt: skip
+    assert figures["windows"] == figures["by_rows"]["5"]["windows"]
+
+
 def test_sizes_follow_what_the_plans_expect():
     limits = replace(LIMITS, hydragen=True)
     tracker, random = SizeTracker(limits), RandomPlans(limits, 3)
