@@ -189,8 +189,9 @@ def _consume(rings, staged, scales, offsets, bias, results, parts, rows, first, 
             if C.bits == 8:
                 pairs = tile_codes.slice(HALF // 2, HALF // 2, dim=1).load(PAIRS)
             high = weights_of_pairs(pairs, second_scale, second_offset, True, C.bits, C.offsets, DTYPE, WEIGHTS)
-            mbarrier.arrive(codes_free.index(slot), count=1)
             total = _multiply(total, high, rings, number + 1, C)
+            # Only here it is certain that the codes have arrived in registers, since the product reads them.
+            mbarrier.arrive(codes_free.index(slot), count=1)
             low = warpgroup_mma_wait(1, deps=[low])
             mbarrier.arrive(free.index(number % C.slots), count=1)
             scale, offset, second_scale, second_offset = next_factors
