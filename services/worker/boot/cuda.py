@@ -27,9 +27,8 @@ from services.worker.described.refusals import refuse_fp8_cache, refuse_unsuppor
 from services.worker.layers.block_fp8 import BlockFp8Linear
 from services.worker.layers.expert_tiles import changes
 from services.worker.layers.fp8 import FP8
-from services.worker.layers.grouped import GroupedLinear
+from services.worker.layers.grouped import GroupedLinear, GroupedWeights
 from services.worker.layers.triton_block_fp8 import row_changes
-from services.worker.layers.triton_grouped import GroupedWeights
 from services.worker.layers.triton_grouped import row_changes as grouped_row_changes
 from services.worker.models.base import RankModel
 from services.worker.models.skinny_cuda import SkinnyDecoder, supports

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from services.worker.layers.grouped import GroupedLinear, tile_size
+from services.worker.layers.grouped import GroupedWeights
 from services.worker.layers.operators import operator
 from services.worker.layers.triton_grouped_kernel import grouped_rows
 from services.worker.layers.triton_grouped_wide import grouped_dequantize, grouped_sum, grouped_tiles
@@ -29,51 +29,6 @@ _PROGRAMS = 132  # the number of SMs
 _MOST_SPLITS = 8
 _SUMMED = 1024  # elements per program of ``grouped_sum``
 _DEQUANTIZED_OUTPUTS = 64  # per program
-
-
-class GroupedWeights(NamedTuple):
-    """The tensors of a ``GroupedLinear`` without an order of inputs."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    offsets: torch.Tensor | None
-    bias: torch.Tensor | None  # [outputs], of the rows' dtype
-    bits: int
-
-    @classmethod
-    def of(cls, linear: GroupedLinear) -> "GroupedWeights":
-        """Return the tensors of ``linear``."""
-        return cls(linear.codes, linear.scales, linear.offsets, linear.bias, linear.bits)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Numbers of outputs and inputs."""
-        outputs, size = self.codes.shape
-        return outputs, size * 8 // self.bits
-
-    @property
-    def group(self) -> int:
-        """Number of inputs that share a scale."""
-        return self.shape[1] // self.scales.shape[0]
-
-    @property
-    def tile(self) -> int:
-        """Number of inputs that are stored together."""
-        return tile_size(self.bits, self.group, self.shape[1])
-
-    def constants(self) -> dict[str, int | bool]:
-        """Return the arguments that all kernels take."""
-        outputs, inputs = self.shape
-        return {
-            "INPUTS": inputs,
-            "OUTPUTS": outputs,
-            "BITS": self.bits,
-            "GROUP": self.group,
-            "TILE": self.tile,
-            "OFFSETS": self.offsets is not None,
-            # The interpreter of Triton, on CPUs, runs no PTX.
-            "ASM": self.codes.device.type != "cpu",
-        }
 
 
 class RowsOptions(NamedTuple):
