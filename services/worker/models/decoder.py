@@ -25,7 +25,7 @@ from services.worker.layers.panels import PanelLinear
 from services.worker.layers.rotary import Rotary
 from services.worker.models.attention import Attention
 from services.worker.models.base import Compile, RankModel
-from services.worker.models.experts import Experts, storage_like
+from services.worker.models.experts import Experts
 from services.worker.models.load_targets import load_targets
 from services.worker.models.mlp import Mlp
 from services.worker.models.vocabulary import VocabularyLayers
@@ -107,8 +107,7 @@ class DecoderLayer(nn.Module):
         self.quantizes = self.attention.qkv.quantizes
         self.mlp: Mlp | Experts
         if isinstance(layer.mlp, ExpertsConfig):
-            storage = storage_like(self.attention.qkv)
-            self.mlp = Experts(config.hidden_size, layer.mlp, kernels, linear, storage=storage, adds_bias=adds_bias)
+            self.mlp = Experts(config.hidden_size, layer.mlp, kernels, linear, adds_bias=adds_bias)
         else:
             width = config.intermediate_size
             self.mlp = Mlp(config.hidden_size, width, layer.mlp, kernels, linear, adds_bias=adds_bias)
