@@ -11,6 +11,7 @@ from services.worker.layers.activations import gated
 from services.worker.layers.block_fp8 import BLOCK, expand_blocks, quantize_blocks
 from services.worker.layers.experts import ExpertWeights, Routes
 from services.worker.layers.fp8 import quantize_rows
+from services.worker.layers.grouped import GroupedLinear, GroupedRows
 from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("triton_ready")]
@@ -289,6 +290,49 @@ def test_a_mixture_in_fp8(tokens, biases):
     case.quantize()
     found, expected = case.mixed("clamped_swiglu").float(), quantized_mix(case, "clamped_swiglu")
     assert (found - expected).norm() / expected.norm() < 0.02
+
+
+# Bits, group, hidden size and width. The halves of a tile are in one group or in two, and tiles have 32 to 128 inputs.
+GROUPED = [(4, 32, 64, 96), (4, 64, 192, 64), (4, 128, 128, 256), (8, 32, 96, 32), (8, 128, 128, 128)]
+
+
+def in_groups(weights: ExpertWeights, bits: int, group: int, offsets: bool) -> ExpertWeights:
+    """Return integer weights with scales, and offsets that are far from each other, of groups."""
+    parts = {}
+    for name in ("gate_up", "down"):
+        whole = getattr(weights, name)
+        one = GroupedLinear(whole.shape[2], whole.shape[1], bits=bits, group=group, offsets=offsets)
+        codes = torch.zeros(len(whole), *one.codes.shape, dtype=torch.uint8, device=DEVICE)
+        scales = torch.zeros(len(whole), 1 + offsets, *one.scales.shape, device=DEVICE)
+        for index, matrix in enumerate(whole):
+            expert = plain.grouped_weights(codes[index], scales[index], matrix.shape[1])
+            GroupedRows(expert, 0, len(matrix)).copy_(matrix)
+        if offsets:
+            scales[:, 1] = random(*scales[:, 1].shape, seed=6) / 8
+        parts |= {name: codes, f"{name}_scale": scales}
+    return weights._replace(**parts)
+
+
+@pytest.mark.parametrize(("bits", "group", "hidden", "width"), GROUPED)
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("tokens", [3, 60])
+def test_a_mixture_of_integers(tokens, offsets, bits, group, hidden, width):
+    """Three tokens are streamed, and sixty are sorted."""
+    case = Case(tokens, biases=offsets, hidden=hidden, width=width, dtype=HALF, held=range(1, 5))
+    case.weights = in_groups(case.weights, bits, group, offsets)
+    case.check_half()
+
+
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_integers_with_blocks_of_every_size(activation, offsets):
+    """With many rows, weights are scaled instead of sums. Some blocks have rows without a pair."""
+    from services.worker.layers.expert_tiles import changes
+
+    for tokens in (each for each in changes(2, 2, 1) if each < 200):
+        case = Case(tokens, experts=2, hidden=64, width=32, dtype=HALF)
+        case.weights = in_groups(case.weights, 4, 32, offsets)
+        check_half(case.mixed(activation), case.expected(activation))
 
 
 def in_blocks(weights: ExpertWeights) -> ExpertWeights:
