@@ -77,7 +77,13 @@ CASES = {
     "awq-128": Case(files.awq(128), awq(128), "grouped"),
     "int4-groups": Case(files.pack_quantized(32), compressed("pack-quantized", GROUPS), "grouped", "qwen3"),
     "int8-row": Case(files.int8(-1), compressed("int-quantized", CHANNEL), "grouped"),
+    "gptq-128-experts": Case(files.gptq(128), gptq(128), "experts", "qwen3_moe", EXPERTS),
+    "awq-32-experts": Case(files.awq(32), awq(32), "experts", "qwen3_moe", EXPERTS),
+    "int8-row-experts": Case(files.int8(-1), compressed("int-quantized", CHANNEL), "experts", "qwen3_moe", EXPERTS),
 }
+
+# Ways of which ranks have shares.
+RANKED = "fp8-row", "fp8-blocks", "fp8-blocks-experts", "gptq-rows", "awq-128", "int8-row", "gptq-128-experts"
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +122,7 @@ async def test_weights_stay_quantized_and_keep_their_values(name, quantized):
     assert chosen == "none"
 
 
-@pytest.mark.parametrize("name", ["fp8-row", "fp8-blocks", "fp8-blocks-experts", "gptq-rows", "awq-128", "int8-row"])
+@pytest.mark.parametrize("name", RANKED)
 @pytest.mark.parametrize("flags", [{"tp_size": 2}, {"pp_size": 2}], ids=["tp", "pp"])
 async def test_ranks_keep_their_shares_quantized(name, flags, quantized):
     if torch.cuda.device_count() < 2:

@@ -429,9 +429,14 @@ def test_the_worst_routing_needs_no_more_memory_than_others(tokens):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [2, 40, 3000])
 def test_experts_of_a_real_size(tokens):
-    """The sizes of Qwen3-30B-A3B, but for the number of experts, in bf16 and in fp8."""
+    """The sizes of Qwen3-30B-A3B, but for the number of experts, in bf16, in fp8 and as integers."""
     case = Case(tokens, hidden=2048, width=768, experts=16, chosen=8, dtype=torch.bfloat16)
     expected = case.expected().float()
     assert (case.mixed().float() - expected).norm() / expected.norm() < 0.01
+    exact = case.weights
     case.quantize()
     assert (case.mixed().float() - expected).norm() / expected.norm() < 0.1
+    for bits, group, offsets in ((4, 128, False), (4, 32, True), (8, 128, True)):
+        case.weights = in_groups(exact, bits, group, offsets)
+        expected = case.expected().float()
+        assert (case.mixed().float() - expected).norm() / expected.norm() < 0.01

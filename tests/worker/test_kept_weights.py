@@ -76,6 +76,18 @@ CASES: dict[str, tuple[Case, WeightForm]] = {
         WeightForm("grouped", 4, 32, False),
     ),
     "int8-row": (Case(files.int8(-1), compressed("int-quantized", INT8)), WeightForm("grouped", 8, ALL, False)),
+    "gptq-128-experts": (
+        Case(files.gptq(128, symmetric=True), gptq(128), "qwen3_moe", MOE),
+        WeightForm("grouped", 4, 128),
+    ),
+    "awq-32-experts": (
+        Case(files.awq(32), awq(32), "mixtral", {"num_local_experts": 4}),
+        WeightForm("grouped", 4, 32, True),
+    ),
+    "int8-row-experts": (
+        Case(files.int8(-1), compressed("int-quantized", INT8), "qwen3_moe", MOE),
+        WeightForm("grouped", 8, ALL, False),
+    ),
 }
 
 
@@ -158,7 +170,7 @@ def test_weights_keep_exactly_the_values_of_the_checkpoint(name, ranks, director
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", ["fp8-row-experts", "fp8-blocks-experts"])
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("experts")])
 def test_whole_experts_of_ranks_keep_their_values(name, rank, directories):
     ranks = Ranks(rank, 2, whole_experts=True)
     directory, exact = directories(CASES[name][0])
@@ -247,7 +259,6 @@ FALLBACKS = {
     "mxfp4": ({"quant_method": "mxfp4"}, "gpt_oss", {}, "there is no product for this format"),
     "groups of 16": (gptq(16), "llama", {}, "groups must have a multiple of 32 inputs of one output"),
     "blocks of 64": (FP8 | {"weight_block_size": [64, 64]}, "llama", {}, "or for blocks of 128 x 128"),
-    "experts": (awq(32), "mixtral", {}, "experts of integers have no product"),
     "fused": (FP8, "phi3", {}, "the checkpoint has several matrices in one tensor"),
     "multiplied": (FP8, "granite", {}, "the values of this architecture are changed when they are read"),
     "inputs": (
@@ -298,6 +309,14 @@ def test_shares_that_cut_groups_are_converted(checkpoint):
     [(form, reason)] = reasons(config, Ranks(0, 2))
     assert form == IN_DTYPE
     assert reason == "a share of mlp.down_proj.weight has 192 inputs, not a multiple of 128"
+
+
+def test_shares_of_experts_that_cut_groups_are_converted_and_whole_experts_are_not(checkpoint):
+    config = described(checkpoint, gptq(128), "qwen3_moe", **MOE | {"moe_intermediate_size": 384})
+    [(form, reason)] = reasons(config, Ranks(0, 2))
+    assert form == IN_DTYPE
+    assert reason == "a share of mlp.experts.0.down_proj.weight has 192 inputs, not a multiple of 128"
+    assert reasons(config, Ranks(0, 2, whole_experts=True)) == {(WeightForm("grouped", 4, 128), "")}
 
 
 def test_heads_that_are_padded_are_converted(checkpoint):

@@ -10,7 +10,6 @@ from services.common.model.quantized.scheme import ALL, Scheme
 from services.worker.described.checkpoint import checkpoint_tensors, layer_shapes
 from services.worker.described.config import ModelConfig
 from services.worker.described.heads import query_order, value_order
-from services.worker.described.layer import ExpertsConfig
 from services.worker.described.naming import Part
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
@@ -85,8 +84,6 @@ def _layer_form(model: ModelConfig, ranks: Ranks, index: int, matrices: list[_St
     plain = list(range(model.head_dim))
     if query_order(model) != plain or value_order(model) != plain or model.residual_multiplier != 1:
         return LayerForm(IN_DTYPE, named, "the values of this architecture are changed when they are read")
-    if isinstance(model.layers[index].mlp, ExpertsConfig) and form.kind == "grouped":
-        return LayerForm(IN_DTYPE, named, "experts of integers have no product")
     local = local_config(model, ranks, range(index, index + 1))
     if problem := _unsupported(local, form, ranks):
         return LayerForm(IN_DTYPE, named, problem)

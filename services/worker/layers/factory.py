@@ -29,7 +29,7 @@ def make_linear(
         refuse_unquantizable(config, dtype, device, tp_size)
         return partial(Fp8Linear, dtype=dtype)
     if quantization in ("int8", "int4"):
-        refuse_integer_weights(config, quantization, tp_size, device.type)
+        refuse_integer_weights(config, quantization, tp_size)
         bits = int(quantization.removeprefix("int"))
         if device.type == "cuda":
             return _make_grouped(dtype, bits)
