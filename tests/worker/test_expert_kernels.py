@@ -296,14 +296,16 @@ def test_a_mixture_in_fp8(tokens, biases):
 GROUPED = [(4, 32, 64, 96), (4, 64, 192, 64), (4, 128, 128, 256), (8, 32, 96, 32), (8, 128, 128, 128)]
 
 
-def in_groups(weights: ExpertWeights, bits: int, group: int, offsets: bool) -> ExpertWeights:
-    """Return integer weights with scales, and offsets that are far from each other, of groups."""
+def in_groups(
+    weights: ExpertWeights, bits: int, group: int, offsets: bool = False, floats: bool = False
+) -> ExpertWeights:
+    """Return weights with scales, and offsets that are far from each other, of groups."""
     parts = {}
     for name in ("gate_up", "down"):
         whole = getattr(weights, name)
-        one = GroupedLinear(whole.shape[2], whole.shape[1], bits=bits, group=group, offsets=offsets)
+        one = GroupedLinear(whole.shape[2], whole.shape[1], bits=bits, group=group, offsets=offsets, floats=floats)
         codes = torch.zeros(len(whole), *one.codes.shape, dtype=torch.uint8, device=DEVICE)
-        scales = torch.zeros(len(whole), 1 + offsets, *one.scales.shape, device=DEVICE)
+        scales = torch.zeros(len(whole), 1 + offsets, *one.scales.shape, dtype=one.scales.dtype, device=DEVICE)
         for index, matrix in enumerate(whole):
             expert = plain.grouped_weights(codes[index], scales[index], matrix.shape[1])
             GroupedRows(expert, 0, len(matrix)).copy_(matrix)
@@ -320,6 +322,17 @@ def test_a_mixture_of_integers(tokens, offsets, bits, group, hidden, width):
     """Three tokens are streamed, and sixty are sorted."""
     case = Case(tokens, biases=offsets, hidden=hidden, width=width, dtype=HALF, held=range(1, 5))
     case.weights = in_groups(case.weights, bits, group, offsets)
+    case.check_half()
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(64, 96), (192, 64)])
+@pytest.mark.parametrize("tokens", [3, 60, 200])
+def test_a_mixture_in_mxfp4(tokens, hidden, width):
+    """All 16 values occur."""
+    case = Case(tokens, biases=True, hidden=hidden, width=width, dtype=HALF, held=range(1, 5))
+    case.weights = in_groups(case.weights, 4, 32, floats=True)
+    assert case.weights.down_scale.dtype == torch.uint8
+    assert len((case.weights.down & 15).unique()) == len((case.weights.down >> 4).unique()) == 16
     case.check_half()
 
 
@@ -429,14 +442,14 @@ def test_the_worst_routing_needs_no_more_memory_than_others(tokens):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [2, 40, 3000])
 def test_experts_of_a_real_size(tokens):
-    """The sizes of Qwen3-30B-A3B, but for the number of experts, in bf16, in fp8 and as integers."""
+    """The sizes of Qwen3-30B-A3B, but for the number of experts, in bf16, in fp8, as integers and in MXFP4."""
     case = Case(tokens, hidden=2048, width=768, experts=16, chosen=8, dtype=torch.bfloat16)
     expected = case.expected().float()
     assert (case.mixed().float() - expected).norm() / expected.norm() < 0.01
     exact = case.weights
     case.quantize()
     assert (case.mixed().float() - expected).norm() / expected.norm() < 0.1
-    for bits, group, offsets in ((4, 128, False), (4, 32, True), (8, 128, True)):
-        case.weights = in_groups(exact, bits, group, offsets)
+    for bits, group, *others in ((4, 128), (4, 32, True), (8, 128, True), (4, 32, False, True)):
+        case.weights = in_groups(exact, bits, group, *others)
         expected = case.expected().float()
         assert (case.mixed().float() - expected).norm() / expected.norm() < 0.01

@@ -12,6 +12,7 @@ from torch import nn
 
 from services.common.model.quantized.scheme import ALL, Scheme
 from services.worker.described.memory import grouped_size
+from services.worker.layers.mxfp4 import as_scales, from_mxfp4, to_mxfp4
 from services.worker.layers.parts import part_targets, spans
 from services.worker.layers.quantized_weight import QuantizedWeight
 
@@ -67,14 +68,14 @@ def unpacked(pairs: torch.Tensor, tile: int) -> torch.Tensor:
 
 
 class GroupedWeights(NamedTuple):
-    """The tensors of a weight of integers.
+    """The tensors of a weight of integers, or of floats of 4 bits.
 
     A value is ``(code - middle) * scale + offset``, where ``middle`` is 8 or 128. Scale and offset are those of the
-    output and of the group of inputs.
+    output and of the group of inputs. In MXFP4, a value is the float of its code times a power of two.
     """
 
     codes: torch.Tensor  # [outputs, inputs * bits / 8] uint8, as ``packed`` returns them if ``bits`` is 4
-    scales: torch.Tensor  # [groups, outputs] float32
+    scales: torch.Tensor  # [groups, outputs] float32; in MXFP4 exponents uint8
     offsets: torch.Tensor | None  # as ``scales``
     bias: torch.Tensor | None  # [outputs], of the rows' dtype
     bits: int
@@ -90,6 +91,11 @@ class GroupedWeights(NamedTuple):
         """Numbers of outputs and inputs."""
         outputs, size = self.codes.shape
         return outputs, size * 8 // self.bits
+
+    @property
+    def floats(self) -> bool:
+        """True for weights in MXFP4."""
+        return self.scales.dtype == torch.uint8
 
     @property
     def group(self) -> int:
@@ -119,8 +125,10 @@ class GroupedWeights(NamedTuple):
         """Return the weights of the outputs ``start`` to ``stop``, ``[outputs, inputs]`` float32."""
         codes = self.codes[start:stop]
         codes = codes if self.bits == 8 else unpacked(codes, self.tile)
-        values = codes.float().sub_(middle(self.bits)).unflatten(1, (-1, self.group))
-        values.mul_(self.scales.t()[start:stop].unsqueeze(2))
+        values = from_mxfp4(codes) if self.floats else codes.float().sub_(middle(self.bits))
+        values = values.unflatten(1, (-1, self.group))
+        scales = as_scales(self.scales) if self.floats else self.scales
+        values.mul_(scales.t()[start:stop].unsqueeze(2))
         if self.offsets is not None:
             values.add_(self.offsets.t()[start:stop].unsqueeze(2))
         rows: torch.Tensor = values.flatten(1)
@@ -146,11 +154,13 @@ class GroupedLinear(nn.Module):
         group: int = 0,
         offsets: bool = False,
         ordered: bool = False,
+        floats: bool = False,
     ) -> None:
         """Create a layer of zeros. ``outputs`` is as in ``Linear``.
 
         ``group`` is the number of inputs that share a scale; 0 chooses 128, 64 or 32. With ``ordered``, the members of
-        a group need not be neighbours. Raises ``ValueError`` if ``bits`` or ``group`` is not supported.
+        a group need not be neighbours. With ``floats``, the weight is in MXFP4, with groups of 32: on CUDA, only the
+        kernels for experts multiply it. Raises ``ValueError`` if ``bits`` or ``group`` is not supported.
         """
         super().__init__()
         group = group or grouped_size(inputs)
@@ -163,7 +173,7 @@ class GroupedLinear(nn.Module):
         self.inputs, self.bits, self.group, width = inputs, bits, group, sum(self.outputs)
         self.tile = tile_size(bits, group, inputs)
         self.register_buffer("codes", torch.zeros(width, inputs * bits // 8, dtype=torch.uint8))
-        scales = torch.zeros(inputs // group, width, dtype=torch.float32)
+        scales = torch.zeros(inputs // group, width, dtype=torch.uint8 if floats else torch.float32)
         self.register_buffer("scales", scales)
         self.register_buffer("offsets", torch.zeros_like(scales) if offsets else None)
         self.register_buffer("order", torch.arange(inputs) if ordered else None)
@@ -205,7 +215,8 @@ class GroupedRows:
         for first in range(0, len(tensor), _QUANTIZED_ROWS):
             rows = tensor[first : first + _QUANTIZED_ROWS].to(self.device)
             rows = rows if weights.order is None else rows[:, weights.order]
-            self._store(first, *to_grouped(rows, weights.bits, weights.group), None)
+            found = to_mxfp4(rows) if weights.floats else to_grouped(rows, weights.bits, weights.group)
+            self._store(first, *found, None)
 
     def keeps(self, scheme: Scheme) -> bool:
         """Return whether ``copy_quantized`` takes weights of ``scheme``."""
@@ -213,6 +224,7 @@ class GroupedRows:
         rows, columns = scheme.block or (1, ALL)
         return (
             scheme.kind == "int"
+            and not weights.floats
             and scheme.bits == weights.bits
             and rows in (ALL, 1)
             and (columns or self._inputs) % weights.group == 0

@@ -36,7 +36,8 @@ def _products(x, x_scale, matrices, scales, biases, output, sorted_pairs, block_
               ACTIVATION: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, STREAMED: tl.constexpr,
               MATRIX_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_OUT: tl.constexpr,
               BLOCK_IN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
-              OFFSETS: tl.constexpr, SCALE_SUMS: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+              OFFSETS: tl.constexpr, FLOATS: tl.constexpr, SCALE_SUMS: tl.constexpr,
+              ASM: tl.constexpr):  # fmt: skip
     """Multiply a block of pairs by ``BLOCK_OUT`` rows of its expert's matrix. Grid: ``(blocks * tiles,)``.
 
     ``SHARED_BY``: number of consecutive pairs that have the same row of ``x``. ``ACTIVATION``: None, or the activation
@@ -44,8 +45,8 @@ def _products(x, x_scale, matrices, scales, biases, output, sorted_pairs, block_
     each of their rows has a scale, else the size of square blocks of a matrix that have a scale; a row then has a scale
     for each block of columns. ``STREAMED``: each pair is a block, and ``block_experts`` are the experts of the pairs,
     counted over all ranks. ``BLOCKS``: number of blocks that follow each other in a group. ``BITS``: 0, or the bits of
-    integer weights, which are the first factor of the product. ``GROUP``, ``TILE`` and ``OFFSETS`` are then those of
-    ``GroupedWeights``, and ``SCALE_SUMS`` is as in ``add_tile``. ``ASM``: use PTX.
+    ``GroupedWeights``, which are the first factor of the product. ``GROUP``, ``TILE`` and ``OFFSETS`` are
+    then theirs, and ``FLOATS`` and ``SCALE_SUMS`` are as in ``add_tile``. ``ASM``: use PTX.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     RESULTS: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
@@ -109,7 +110,7 @@ def _products(x, x_scale, matrices, scales, biases, output, sorted_pairs, block_
             group = factors + start // GROUP * OUTPUTS
             total = add_tile(
                 total, codes + start * BITS // 8, rows[None, :] + (start + places)[:, None], group, group + FACTORS,
-                used[None, :], OUTPUTS, BITS, GROUP, TILE, OFFSETS, SCALE_SUMS, ASM,
+                used[None, :], OUTPUTS, BITS, GROUP, TILE, OFFSETS, FLOATS, SCALE_SUMS, ASM,
             )  # fmt: skip
     else:
         for start in range(0, INPUTS, BLOCK_IN):
@@ -298,11 +299,12 @@ def _launch(
     tile: Tile = tiles.down if activation is None else tiles.gate_up
     shared_by = grouping.pairs // x.shape[0]
     experts, outputs, inputs = len(matrices), matrices.shape[1], x.shape[1]
-    x_scale, scaled = x, 0
+    x_scale, scaled, floats = x, 0, False
     constants = {"INPUTS": inputs, "OUTPUTS": outputs, "BITS": 0, "GROUP": 0, "TILE": 0, "OFFSETS": False}
     constants["ASM"] = x.device.type != "cpu"  # the interpreter of Triton, on CPUs, runs no PTX
     if scales is not None and has_groups(scales):
-        constants = grouped_weights(matrices[0], scales[0], inputs).constants()
+        weights = grouped_weights(matrices[0], scales[0], inputs)
+        constants, floats = weights.constants(), weights.floats
     elif scales is not None:
         block = BLOCK if has_blocks(scales) else None
         scaled = block or 1
@@ -312,7 +314,7 @@ def _launch(
         x, x_scale, matrices, x if scales is None else scales, x if biases is None else biases, output, *blocks,
         grouping.first, grouping.pairs, **constants, EXPERTS=experts, SHARED_BY=shared_by, ACTIVATION=activation,
         SCALED=scaled, BIAS=biases is not None, STREAMED=grouping.blocks is None,
-        MATRIX_FIRST=bool(constants["BITS"]) or tiles.rows < _FEWEST_ROWS_FIRST,
+        MATRIX_FIRST=bool(constants["BITS"]) or tiles.rows < _FEWEST_ROWS_FIRST, FLOATS=floats,
         SCALE_SUMS=tiles.rows <= _MOST_SCALED_SUMS, ROWS=tiles.rows, BLOCKS=tiles.group, BLOCK_OUT=tile.outputs,
         BLOCK_IN=tile.inputs, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

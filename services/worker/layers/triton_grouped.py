@@ -120,6 +120,8 @@ def grouped_product(
 ) -> torch.Tensor:
     """Return ``x @ weight.T + bias``, ``[rows, outputs]``, for ``x [rows, inputs]`` in bfloat16 or float16."""
     weights, rows = GroupedWeights(codes, scales, offsets, bias, bits), x.shape[0]
+    if weights.floats:
+        raise TypeError("there is no product of a linear layer with weights in MXFP4")
     x = x.contiguous()
     out = x.new_empty((rows, weights.shape[0]))
     if not rows:

@@ -3,7 +3,14 @@
 import triton
 import triton.language as tl
 
-from services.worker.layers.triton_unpack import high_halves, low_halves, ones_like, whole_bytes
+from services.worker.layers.triton_unpack import (
+    high_floats,
+    high_halves,
+    low_floats,
+    low_halves,
+    ones_like,
+    whole_bytes,
+)
 
 
 @triton.jit
@@ -28,18 +35,27 @@ def _add(total, weights, ones, values, scale, offset, OFFSETS: tl.constexpr, SCA
 
 
 @triton.jit
+def _load_scale(scales, FLOATS: tl.constexpr):
+    """Load float32 scales, with ``FLOATS`` from their exponents of 8 bits."""
+    scale = tl.load(scales)
+    return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True) if FLOATS else scale
+
+
+@triton.jit
 def add_tile(total, codes, x, scales, offsets, inside, OUTPUTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-             TILE: tl.constexpr, OFFSETS: tl.constexpr, SCALE_SUMS: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+             TILE: tl.constexpr, OFFSETS: tl.constexpr, FLOATS: tl.constexpr, SCALE_SUMS: tl.constexpr,
+             ASM: tl.constexpr):  # fmt: skip
     """Return ``total [outputs, rows]`` plus the product of a tile of ``TILE`` inputs.
 
     ``codes [outputs, bytes]`` and ``x [bytes, rows]`` are pointers to the tile, ``scales`` and ``offsets [outputs]`` to
     the factors of its first group. ``inside [1, rows]``: which rows exist. ``SCALE_SUMS``: scale the sums over the
-    inputs of a tile instead of the weights. ``OUTPUTS`` and the other parameters are those of ``grouped_rows``.
+    inputs of a tile instead of the weights. ``FLOATS``: weights are in MXFP4. ``OUTPUTS`` and the other parameters are
+    those of ``grouped_rows``.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     PAIRED: tl.constexpr = GROUP < TILE
     packed = tl.load(codes)
-    scale = tl.load(scales)
+    scale = _load_scale(scales, FLOATS)
     offset = tl.load(offsets) if OFFSETS else scale
     values = tl.load(x, inside, other=0.0)
     # The tensor cores also compute the sums of the inputs, in the layout of the products.
@@ -48,7 +64,10 @@ def add_tile(total, codes, x, scales, offsets, inside, OUTPUTS: tl.constexpr, BI
         total = _add(total, whole_bytes(packed, DTYPE, ASM), ones, values, scale, offset, OFFSETS, SCALE_SUMS)
     else:
         seconds = tl.load(x + TILE // 2, inside, other=0.0)
-        low, high = low_halves(packed, DTYPE, ASM), high_halves(packed, DTYPE, ASM)
+        if FLOATS:
+            low, high = low_floats(packed, DTYPE, ASM), high_floats(packed, DTYPE, ASM)
+        else:
+            low, high = low_halves(packed, DTYPE, ASM), high_halves(packed, DTYPE, ASM)
         if SCALE_SUMS and not PAIRED:
             total += tl.dot(high, seconds, tl.dot(low, values)) * scale[:, None]
             if OFFSETS:
@@ -56,7 +75,7 @@ def add_tile(total, codes, x, scales, offsets, inside, OUTPUTS: tl.constexpr, BI
         else:
             total = _add(total, low, ones, values, scale, offset, OFFSETS, SCALE_SUMS)
             if PAIRED:
-                scale = tl.load(scales + OUTPUTS)
+                scale = _load_scale(scales + OUTPUTS, FLOATS)
                 offset = tl.load(offsets + OUTPUTS) if OFFSETS else scale
             total = _add(total, high, ones, seconds, scale, offset, OFFSETS, SCALE_SUMS)
     return total
@@ -107,7 +126,7 @@ def grouped_tiles(
         group = start // GROUP * OUTPUTS + source
         total = add_tile(
             total, code_pointers + start * BITS // 8, x_pointers + start, scales + group, offsets + group, inside,
-            OUTPUTS, BITS, GROUP, TILE, OFFSETS, SCALE_SUMS, ASM,
+            OUTPUTS, BITS, GROUP, TILE, OFFSETS, False, SCALE_SUMS, ASM,
         )  # fmt: skip
     if BIAS:
         total += tl.load(bias + source).to(tl.float32)[:, None]
