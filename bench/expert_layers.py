@@ -1,5 +1,6 @@
 """Experts of a layer for ``bench.experts``: published shapes, random inputs, and the kernels of other libraries."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -86,23 +87,26 @@ def _random(size: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16)
 
 
-def _integers(size: tuple[int, int, int], bits: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _grouped(size: tuple[int, int, int], form: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return random codes and their scales, as in ``ExpertWeights``."""
-    experts, outputs, inputs = size
+    (experts, outputs, inputs), bits = size, INTEGER_BITS.get(form, 4)
     generator = torch.Generator("cuda").manual_seed(seed)
     packed = experts, outputs, inputs * bits // 8
     codes = torch.randint(0, 256, packed, generator=generator, device="cuda", dtype=torch.uint8)
-    scales = torch.full((experts, 1, inputs // grouped_size(inputs), outputs), 2.0**-bits, device="cuda")
-    return codes, scales.mul_(4 / inputs**0.5)
+    if form == "mxfp4":
+        exponent = 126 - round(math.log2(inputs) / 2)  # of the deviation of weights, halved
+        return codes, torch.full((experts, 1, inputs // 32, outputs), exponent, device="cuda", dtype=torch.uint8)
+    scale = 4 / 2**bits / inputs**0.5
+    return codes, torch.full((experts, 1, inputs // grouped_size(inputs), outputs), scale, device="cuda")
 
 
 def make_weights(shape: Shape, form: str, seed: int) -> ExpertWeights:
-    """Return random experts. ``form`` is ``bf16``, ``fp8``, ``int8`` or ``int4``."""
+    """Return random experts. ``form`` is ``bf16``, ``fp8``, ``int8``, ``int4`` or ``mxfp4``."""
     sizes = (shape.experts, 2 * shape.width, shape.hidden), (shape.experts, shape.hidden, shape.width)
     biases = [_random(size[:2], seed) for size in sizes] if shape.biases else [None, None]
-    if form in INTEGER_BITS:
-        integers = [_integers(size, INTEGER_BITS[form], seed) for size in sizes]
-        return ExpertWeights(*(codes for codes, _ in integers), *biases, 0, *(scales for _, scales in integers))
+    if form in (*INTEGER_BITS, "mxfp4"):
+        grouped = [_grouped(size, form, seed) for size in sizes]
+        return ExpertWeights(*(codes for codes, _ in grouped), *biases, 0, *(scales for _, scales in grouped))
     gate_up, down = (_random(size, seed).div_(size[2] ** 0.5) for size in sizes)
     if form == "bf16":
         return ExpertWeights(gate_up, down, *biases)

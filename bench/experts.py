@@ -1,10 +1,10 @@
 """Measure the experts' kernels of one layer: ``python -m bench.experts [shape=qwen3-30b-a3b]
-[weights=bf16|fp8|int8|int4] [tokens=1,64,512,4096,16384] [skew=1.0] [mode=compare|tune] [seconds=30]``.
+[weights=bf16|fp8|int8|int4|mxfp4] [tokens=1,64,512,4096,16384] [skew=1.0] [mode=compare|tune] [seconds=30]``.
 
 Weights and rows are random. A token's experts are drawn without replacement, with probabilities ``1 / rank ** skew``.
 For each number of tokens, ``mode=compare`` prints the time of a mixture, whose routes are given. It measures our
 kernels and those of other libraries in the same run: torch's grouped products, and FlashInfer's if ``flashinfer=T``.
-With integers there is no other library to compare with.
+With integers and MXFP4 there is no other library to compare with.
 ``mode=tune`` searches for the fastest tiles for ``seconds`` instead, and prints rows for ``layers/expert_tiles.py``.
 Each measurement cycles through several layers, so that the weights do not stay in the L2 cache.
 The last line is one JSON object.
@@ -41,7 +41,7 @@ class BenchConfig(Config):
     """The flags."""
 
     shape: Literal["qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b", "tiny"] = "qwen3-30b-a3b"
-    weights: Literal["bf16", "fp8", "int8", "int4"] = "bf16"
+    weights: Literal["bf16", "fp8", "int8", "int4", "mxfp4"] = "bf16"
     tokens: str = Field("1,64,512,4096,16384", pattern=r"^[1-9]\d*(,[1-9]\d*)*$", description="numbers of tokens")
     skew: Float = Field(1.0, ge=0, description="exponent of the experts' probabilities; 0: all are equally likely")
     layers: Int = Field(4, ge=1, description="layers that each measurement cycles through")

@@ -290,7 +290,7 @@ def choose_quantization(config: WorkerConfig, device: Device, model: ModelConfig
     kept = [each for each in forms if each.form != IN_DTYPE]
     if not kept:
         return "none", f"{converted}: {found.reason}"
-    in_fp8 = any(each.form.kind != "grouped" for each in kept)
+    in_fp8 = any(each.form.kind in ("fp8", "fp8_blocks") for each in kept)
     if config.dtype == "float32" or (config.dtype == "float16" and in_fp8):
         return "none", f"{converted}: with dtype={config.dtype} there is no product for them"
     if in_fp8 and device.capability < ROW_WISE_PRODUCTS:

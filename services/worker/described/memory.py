@@ -189,7 +189,7 @@ def weight_bytes(
     in_dtype = _IN_DTYPE if quantization in INTEGER_BITS else ()
     total = sum(
         _tensor_bytes(shape, item, "none" if name.startswith(in_dtype) else quantization, device)
-        if form == IN_DTYPE
+        if form == IN_DTYPE or (form.kind == "mxfp4" and not name.startswith("mlp.experts."))
         else _kept_bytes(shape, item, form)
         for layer, form in zip(local.layers, forms, strict=True)
         for name, shape in _joined(layer_shapes(local, layer, adds_bias=ranks.tp_rank == 0)).items()
@@ -211,6 +211,8 @@ def _kept_bytes(shape: Shape, item: int, form: WeightForm) -> int:
     if len(shape) == 1:
         return shape[0] * item
     rows, columns = shape
+    if form.kind == "mxfp4":
+        return rows * columns * form.bits // 8 + rows * (columns // form.group)  # a group has an exponent of a byte
     if form.kind == "grouped":
         groups = columns // form.group if form.group else 1
         return rows * columns * form.bits // 8 + rows * groups * FLOAT32 * (1 + form.offsets)

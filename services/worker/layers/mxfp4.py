@@ -26,7 +26,7 @@ def to_mxfp4(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponents = exponents.clamp_(1 - _BIAS, _BIAS)
     values = torch.ldexp(groups, -exponents.unsqueeze(2))
     bounds = torch.tensor([(low + high) / 2 for low, high in pairwise(_VALUES)])
-    codes = torch.bucketize(values.abs(), bounds.to(rows.device)) + 8 * (values < 0)
+    codes = torch.bucketize(values.abs().contiguous(), bounds.to(rows.device)) + 8 * (values < 0)
     stored = torch.where(largest.isfinite(), exponents + _BIAS, _NOT_FINITE)
     return codes.flatten(1).to(torch.uint8), stored.to(torch.uint8)
 

@@ -13,7 +13,7 @@ from services.worker.layers.fp8 import Fp8Linear, Quantized, QuantizedRows
 from services.worker.layers.grouped import GroupedLinear, GroupedRows
 from services.worker.layers.integers import IntegerLinear, IntegerRows
 from services.worker.layers.kernels import LayerKernels
-from services.worker.layers.linear import LinearMaker
+from services.worker.layers.linear import LayerLinears, LinearMaker
 from services.worker.models.mlp import Mlp
 from services.worker.parallel.exchange import Exchange
 
@@ -41,15 +41,14 @@ class Experts(nn.Module):
         hidden_size: int,
         features: ExpertsConfig,
         kernels: LayerKernels,
-        linear: LinearMaker,
+        linears: LayerLinears,
         *,
         adds_bias: bool = True,
     ) -> None:
         """Create uninitialised weights for ``features``, this rank's share of the experts.
 
-        The experts are stored as the weights of the layers that ``linear`` creates. If ``adds_bias`` is false, experts
-        of which this rank has a share have no bias in the last product, because another rank adds it. Raises
-        ``ValueError`` if these layers do not support the sizes.
+        If ``adds_bias`` is false, experts of which this rank has a share have no bias in the last product, because
+        another rank adds it. Raises ``ValueError`` if the layers of ``linears`` do not support the sizes.
         """
         super().__init__()
         self.kernels, self.features = kernels, features
@@ -65,13 +64,13 @@ class Experts(nn.Module):
         self.gate_up_bias = _parameter(count, 2 * width) if features.expert_bias else None
         self.down_bias = _parameter(count, hidden_size) if features.expert_bias and adds_bias else None
         for name, inputs, outputs in (("gate_up", hidden_size, [width] * 2), ("down_matrix", width, [hidden_size])):
-            matrices, scale = _stacked(linear, count, inputs, outputs)
+            matrices, scale = _stacked(linears.experts, count, inputs, outputs)
             self.register_buffer(name, matrices)
             self.register_buffer(f"{name}_scale", scale)
         self.shared = self.shared_gate = None
         if features.shared_width:
             mlp = MlpConfig(activation=features.activation)
-            self.shared = Mlp(hidden_size, features.shared_width, mlp, kernels, linear)
+            self.shared = Mlp(hidden_size, features.shared_width, mlp, kernels, linears.projections)
             self.shared_gate = _parameter(1, hidden_size) if features.shared_gate else None
 
     @property
