@@ -27,13 +27,13 @@ class WeightForm(NamedTuple):
     """
 
     kind: Literal["dtype", "fp8", "fp8_blocks", "grouped", "mxfp4"]
-    bits: int = 0  # of a value, if ``grouped``
-    group: int = ALL  # inputs that share a scale, if ``grouped``
+    bits: int = 0  # of a value, if ``grouped`` or ``mxfp4``
+    group: int = ALL  # inputs that share a scale, if ``grouped`` or ``mxfp4``
     offsets: bool = False  # groups have a zero point, if ``grouped``
 
 
 IN_DTYPE = WeightForm("dtype")
-_EXPERTS = "mlp.experts."  # in the names of experts
+EXPERT_PREFIX = "mlp.experts."  # of the names of experts inside a layer
 
 
 class LayerForm(NamedTuple):
@@ -72,7 +72,7 @@ def _stored_matrices(model: ModelConfig) -> list[list[_Stored]]:
                 continue
             scheme = model.quantization.scheme_of(name.removesuffix(".weight"))
             alone = stored.parts == (Part(part.name),)
-            found[int(own[2])][_Stored(scheme, alone, _EXPERTS in part.name)] = None
+            found[int(own[2])][_Stored(scheme, alone, EXPERT_PREFIX in part.name)] = None
     return [list(each) for each in found]
 
 
@@ -122,7 +122,7 @@ def _unsupported(local: ModelConfig, form: WeightForm, ranks: Ranks) -> str | No
     matrices = {
         name: shape
         for name, shape in shapes.items()
-        if len(shape) == _MATRIX and "_proj." in name and (form.kind != "mxfp4" or name.startswith(_EXPERTS))
+        if len(shape) == _MATRIX and "_proj." in name and (form.kind != "mxfp4" or name.startswith(EXPERT_PREFIX))
     }
     multiples = {
         "fp8": (FP8_MULTIPLE, FP8_MULTIPLE),

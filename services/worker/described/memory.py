@@ -11,7 +11,7 @@ from services.common.config import ChosenWorkerConfig
 from services.common.plan.routed_experts import RoutedExpertsLayout
 from services.worker.described.checkpoint import layer_shapes
 from services.worker.described.config import ModelConfig
-from services.worker.described.forms import FP8_BLOCK, IN_DTYPE, WeightForm, layer_forms
+from services.worker.described.forms import EXPERT_PREFIX, FP8_BLOCK, IN_DTYPE, WeightForm, layer_forms
 from services.worker.described.naming import Shape
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
@@ -189,7 +189,7 @@ def weight_bytes(
     in_dtype = _IN_DTYPE if quantization in INTEGER_BITS else ()
     total = sum(
         _tensor_bytes(shape, item, "none" if name.startswith(in_dtype) else quantization, device)
-        if form == IN_DTYPE or (form.kind == "mxfp4" and not name.startswith("mlp.experts."))
+        if form == IN_DTYPE or (form.kind == "mxfp4" and not name.startswith(EXPERT_PREFIX))
         else _kept_bytes(shape, item, form)
         for layer, form in zip(local.layers, forms, strict=True)
         for name, shape in _joined(layer_shapes(local, layer, adds_bias=ranks.tp_rank == 0)).items()

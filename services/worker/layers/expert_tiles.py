@@ -17,7 +17,7 @@ class Tile(NamedTuple):
     """The tile sizes and launch options of one product. Sizes are powers of two."""
 
     outputs: int  # rows of an expert's matrix per program; with the gate, a program has half this number of results
-    inputs: int  # inputs per iteration
+    inputs: int  # inputs per iteration; not used for ``GroupedWeights``, of which an iteration multiplies a tile
     warps: int
     stages: int  # pipeline stages, Triton's ``num_stages``
 

@@ -25,10 +25,9 @@ class ExpertWeights(NamedTuple):
     down_bias: torch.Tensor | None  # [experts, hidden_size]
     first: int = 0  # number of the rank's first expert
     # If the weights are in fp8: float32 scales of rows, [experts, rows], or of blocks of 128 x 128, [experts, row
-    # blocks, column blocks]. The rows of gate and those of up are whole blocks. If the weights are integers, both
-    # have a first dimension of experts. On CPUs the others are as in ``IntegerLinear``. On GPUs matrices have the codes
-    # of ``GroupedWeights``, and scales are [experts, 1 or 2, groups, rows]: its scales, and its offsets if there are
-    # any.
+    # blocks, column blocks]. The rows of gate and those of up are whole blocks. If the weights are integers on CPUs,
+    # both are as in ``IntegerLinear``, with a first dimension of experts. If they are integers on GPUs, or in MXFP4,
+    # matrices are codes of ``GroupedWeights``, and these are its scales and offsets, [experts, 1 or 2, groups, rows].
     gate_up_scale: torch.Tensor | None = None
     down_scale: torch.Tensor | None = None
 

@@ -26,7 +26,7 @@ from services.worker.layers.triton_rows import quantize
 
 _STREAMED_ROWS = 16  # the smallest number of rows of a product on tensor cores
 _FEWEST_ROWS_FIRST = 64  # with fewer rows, the matrix is the first factor, as tensor cores of Hopper need 64 rows
-_MOST_SCALED_SUMS = 32  # the largest number of rows whose sums are scaled instead of integer weights
+_MOST_SCALED_SUMS = 32  # the largest number of rows whose sums are scaled instead of ``GroupedWeights``
 _SUMMED = 4096  # values per program of the sum
 
 
