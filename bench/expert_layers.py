@@ -1,10 +1,12 @@
 """Experts of a layer for ``bench.experts``: published shapes, random inputs, and the kernels of other libraries."""
 
+import math
 from typing import NamedTuple
 
 import torch
 
 from services.worker.described.layer import Activation
+from services.worker.described.memory import INTEGER_BITS, grouped_size
 from services.worker.layers.activations import gated
 from services.worker.layers.experts import ExpertWeights, Routes
 from services.worker.layers.fp8 import FP8, LARGEST
@@ -25,7 +27,7 @@ SHAPES = {
     "qwen3-30b-a3b": Shape(2048, 768, 128, 8),
     "gpt-oss-20b": Shape(2880, 2880, 32, 4, "clamped_swiglu", biases=True),
     "mixtral-8x7b": Shape(4096, 14336, 8, 2),
-    "tiny": Shape(64, 48, 8, 2),
+    "tiny": Shape(64, 64, 8, 2),
 }
 
 
@@ -85,12 +87,28 @@ def _random(size: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.randn(size, generator=generator, device="cuda", dtype=torch.bfloat16)
 
 
-def make_weights(shape: Shape, fp8: bool, seed: int) -> ExpertWeights:
-    """Return random experts in bf16 or fp8."""
+def _grouped(size: tuple[int, int, int], form: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random codes and their scales, as in ``ExpertWeights``."""
+    (experts, outputs, inputs), bits = size, INTEGER_BITS.get(form, 4)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    packed = experts, outputs, inputs * bits // 8
+    codes = torch.randint(0, 256, packed, generator=generator, device="cuda", dtype=torch.uint8)
+    if form == "mxfp4":
+        exponent = 126 - round(math.log2(inputs) / 2)  # of the deviation of weights, halved
+        return codes, torch.full((experts, 1, inputs // 32, outputs), exponent, device="cuda", dtype=torch.uint8)
+    scale = 4 / 2**bits / inputs**0.5
+    return codes, torch.full((experts, 1, inputs // grouped_size(inputs), outputs), scale, device="cuda")
+
+
+def make_weights(shape: Shape, form: str, seed: int) -> ExpertWeights:
+    """Return random experts. ``form`` is ``bf16``, ``fp8``, ``int8``, ``int4`` or ``mxfp4``."""
     sizes = (shape.experts, 2 * shape.width, shape.hidden), (shape.experts, shape.hidden, shape.width)
-    gate_up, down = (_random(size, seed).div_(size[2] ** 0.5) for size in sizes)
     biases = [_random(size[:2], seed) for size in sizes] if shape.biases else [None, None]
-    if not fp8:
+    if form in (*INTEGER_BITS, "mxfp4"):
+        grouped = [_grouped(size, form, seed) for size in sizes]
+        return ExpertWeights(*(codes for codes, _ in grouped), *biases, 0, *(scales for _, scales in grouped))
+    gate_up, down = (_random(size, seed).div_(size[2] ** 0.5) for size in sizes)
+    if form == "bf16":
         return ExpertWeights(gate_up, down, *biases)
     # One scale for all rows suffices for random weights. No row exceeds six standard deviations by much.
     scales = [torch.full(size[:2], 6 / size[2] ** 0.5 / LARGEST, device="cuda") for size in sizes]

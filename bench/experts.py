@@ -1,9 +1,10 @@
-"""Measure the experts' kernels of one layer: ``python -m bench.experts [shape=qwen3-30b-a3b] [weights=bf16|fp8]
-[tokens=1,64,512,4096,16384] [skew=1.0] [mode=compare|tune] [seconds=30]``.
+"""Measure the experts' kernels of one layer: ``python -m bench.experts [shape=qwen3-30b-a3b]
+[weights=bf16|fp8|int8|int4|mxfp4] [tokens=1,64,512,4096,16384] [skew=1.0] [mode=compare|tune] [seconds=30]``.
 
 Weights and rows are random. A token's experts are drawn without replacement, with probabilities ``1 / rank ** skew``.
 For each number of tokens, ``mode=compare`` prints the time of a mixture, whose routes are given. It measures our
 kernels and those of other libraries in the same run: torch's grouped products, and FlashInfer's if ``flashinfer=T``.
+With integers and MXFP4 there is no other library to compare with.
 ``mode=tune`` searches for the fastest tiles for ``seconds`` instead, and prints rows for ``layers/expert_tiles.py``.
 Each measurement cycles through several layers, so that the weights do not stay in the L2 cache.
 The last line is one JSON object.
@@ -24,6 +25,7 @@ from bench.server import report
 from services.common.config import from_command_line
 from services.common.flags import Config, Float, Int
 from services.worker.layers.expert_tiles import MOST_STREAMED_PAIRS, ExpertTiles, choose_tiles
+from services.worker.layers.experts import has_groups
 
 # Values that ``mode=tune`` tries, by field of ``ExpertTiles`` and of ``Tile``.
 _OPTIONS = {"rows": (16, 32, 64, 128), "group": (1, 4, 8, 16)}
@@ -39,7 +41,7 @@ class BenchConfig(Config):
     """The flags."""
 
     shape: Literal["qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b", "tiny"] = "qwen3-30b-a3b"
-    weights: Literal["bf16", "fp8"] = "bf16"
+    weights: Literal["bf16", "fp8", "int8", "int4", "mxfp4"] = "bf16"
     tokens: str = Field("1,64,512,4096,16384", pattern=r"^[1-9]\d*(,[1-9]\d*)*$", description="numbers of tokens")
     skew: Float = Field(1.0, ge=0, description="exponent of the experts' probabilities; 0: all are equally likely")
     layers: Int = Field(4, ge=1, description="layers that each measurement cycles through")
@@ -57,7 +59,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         refuse("bench.experts needs a CUDA device")
     shape, figures = SHAPES[config.shape], []
-    layers = [make_weights(shape, config.weights == "fp8", seed) for seed in range(config.layers)]
+    layers = [make_weights(shape, config.weights, seed) for seed in range(config.layers)]
     print(f"{config.shape}, {config.weights}, skew {config.skew}, on {torch.cuda.get_device_name()}")
     for tokens in map(int, config.tokens.split(",")):
         inputs = [
@@ -74,17 +76,19 @@ def _compare(config: BenchConfig, shape: Shape, layers: list[Layer]) -> dict[str
     kernels = CudaKernels()
     runs: dict[str, Run] = {
         "ours": lambda layer: kernels.mix(*layer, shape.activation),
-        "torch": partial(torch_mix, shape),
     }
+    if not has_groups(layers[0].weights.down_scale):
+        runs["torch"] = partial(torch_mix, shape)
     if config.flashinfer:
         runs["flashinfer"] = flashinfer_mix
     figures: dict[str, Any] = {name: graph_ms(run, layers) for name, run in runs.items()}
     ours, pairs = figures["ours"], layers[0].routes.experts.numel()
     used = sum(len(layer.routes.experts.unique()) for layer in layers) / len(layers)
-    size = 3 * shape.hidden * shape.width
+    size, weights = 3 * shape.hidden * shape.width, layers[0].weights
+    stored = (weights.gate_up.nbytes + weights.down.nbytes) // shape.experts
     figures |= {
         "tflops": 2 * pairs * size / ours / 1e9,
-        "gb_s": used * size * layers[0].weights.down.itemsize / ours / 1e6,
+        "gb_s": used * stored / ours / 1e6,
     }
     ratios = (f"{name} {ms:8.4f} ms ({ms / ours:5.2f})" for name, ms in figures.items() if name in runs and ms)
     head = f"{len(layers[0].x):>6} tokens, {used:5.1f} experts:"
@@ -97,8 +101,9 @@ def _tune(config: BenchConfig, shape: Shape, layers: list[Layer]) -> dict[str, A
     from services.worker.layers.triton_experts import mix_with_tiles
 
     pairs, deadline = layers[0].routes.experts.numel(), time.monotonic() + config.seconds
-    weights = layers[0].weights.down
-    best = choose_tiles(pairs, len(weights), weights.itemsize)
+    weights = layers[0].weights
+    in_groups = has_groups(weights.down_scale)
+    best = choose_tiles(pairs, shape.experts, weights.down.itemsize, blocks=in_groups)
 
     def ms(tiles: ExpertTiles, streamed: bool) -> float | None:
         def run(layer: Layer) -> torch.Tensor:
@@ -122,7 +127,7 @@ def _tune(config: BenchConfig, shape: Shape, layers: list[Layer]) -> dict[str, A
             found = ms(tiles, streamed)
             if found is not None and found < 0.99 * least:
                 best, least, changed = tiles, found, True
-    print(f"{len(layers[0].x):>6} tokens, {pairs / len(weights):7.2f} pairs per expert, streamed={streamed}:", end=" ")
+    print(f"{len(layers[0].x):>6} tokens, {pairs / shape.experts:7.2f} pairs per expert, streamed={streamed}:", end=" ")
     print(f"{least:.4f} ms, {before:.4f} ms with the table: {best}, {len(seen)} tried", flush=True)
     return {"ms": least, "table_ms": before, "streamed": streamed, "tiles": str(best), "tried": len(seen)}
 

@@ -33,7 +33,8 @@ from bench.server import report
 from services.common.config import from_command_line
 from services.common.flags import Config, Float, Int
 from services.worker.layers import triton_grouped
-from services.worker.layers.triton_grouped import GroupedWeights, RowsOptions, TilesOptions
+from services.worker.layers.grouped import GroupedWeights
+from services.worker.layers.triton_grouped import RowsOptions, TilesOptions
 
 _TRIED_SHAPES = "8b qkv,8b down"
 _PARTS = 4  # of the options that are compiled together

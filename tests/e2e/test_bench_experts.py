@@ -29,16 +29,17 @@ def test_other_libraries_compute_the_same(weights):
     from services.worker.layers.cuda_kernels import CudaKernels
 
     for shape in (SHAPES["tiny"], SHAPES["gpt-oss-20b"]._replace(width=640, hidden=320)):
-        layer = make_layer(shape, 100, 1.0, make_weights(shape, weights == "fp8", 0), 0)
+        layer = make_layer(shape, 100, 1.0, make_weights(shape, weights, 0), 0)
         found, expected = CudaKernels().mix(*layer, shape.activation).float(), torch_mix(shape, layer).float()
         assert (found - expected).norm() / expected.norm() < 0.03
 
 
 @needs_gpu
 @pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["bf16", "int4"])
 @pytest.mark.parametrize("mode", ["compare", "tune"])
-def test_each_number_of_tokens_is_measured(mode):
-    outcome = run("shape=tiny", f"mode={mode}", "seconds=5", "tokens=1,70", "layers=2")
+def test_each_number_of_tokens_is_measured(mode, weights):
+    outcome = run("shape=tiny", f"mode={mode}", f"weights={weights}", "seconds=5", "tokens=1,70", "layers=2")
     assert outcome.returncode == 0, outcome.stderr
     figures = json.loads(outcome.stdout.splitlines()[-1])["figures"]
     assert [each["tokens"] for each in figures] == [1, 70]

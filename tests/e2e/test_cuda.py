@@ -77,6 +77,7 @@ def reference_of(directory) -> torch.nn.Module:
         ("builtin", "bfloat16", {"quantization": "int8"}),
         ("builtin", "bfloat16", {"quantization": "int4"} | COMPILED),
         ("builtin-moe", "bfloat16", {"quantization": "int8"}),
+        ("builtin-moe", "float16", {"quantization": "int8"} | COMPILED),
         ("cohere2", "bfloat16", {"use_cudagraphs": "T", "piecewise_cudagraph_max_tokens": 128}),
         ("deepseek_v2", "float32", {}),
         ("gpt2", "bfloat16", {"use_cudagraphs": "T"}),

@@ -62,6 +62,7 @@ class Case:
     bounds: str
     architecture: str = "llama"
     sizes: dict[str, Any] = field(default_factory=dict)
+    chosen: re.Pattern[str] = files.LINEAR
 
 
 EXPERTS = {"moe_intermediate_size": 256}
@@ -77,7 +78,25 @@ CASES = {
     "awq-128": Case(files.awq(128), awq(128), "grouped"),
     "int4-groups": Case(files.pack_quantized(32), compressed("pack-quantized", GROUPS), "grouped", "qwen3"),
     "int8-row": Case(files.int8(-1), compressed("int-quantized", CHANNEL), "grouped"),
+    "gptq-128-experts": Case(files.gptq(128), gptq(128), "experts", "qwen3_moe", EXPERTS),
+    "awq-32-experts": Case(files.awq(32), awq(32), "experts", "qwen3_moe", EXPERTS),
+    "int8-row-experts": Case(files.int8(-1), compressed("int-quantized", CHANNEL), "experts", "qwen3_moe", EXPERTS),
+    "mxfp4-experts": Case(
+        files.mxfp4, {"quant_method": "mxfp4"}, "experts", "gpt_oss", chosen=re.compile(r".*\.experts\.\w+_proj$")
+    ),
 }
+
+# Ways of which ranks have shares.
+RANKED = (
+    "fp8-row",
+    "fp8-blocks",
+    "fp8-blocks-experts",
+    "gptq-rows",
+    "awq-128",
+    "int8-row",
+    "gptq-128-experts",
+    "mxfp4-experts",
+)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +106,7 @@ def quantized(tmp_path_factory):
     def make(name: str):
         case, place = CASES[name], tmp_path_factory.mktemp("quantized")
         source = make_checkpoint(place / "source", case.architecture, **SIZES | case.sizes)
-        return files.write_quantized(source, place / "model", case.store, case.settings)
+        return files.write_quantized(source, place / "model", case.store, case.settings, chosen=case.chosen)
 
     return make
 
@@ -116,7 +135,7 @@ async def test_weights_stay_quantized_and_keep_their_values(name, quantized):
     assert chosen == "none"
 
 
-@pytest.mark.parametrize("name", ["fp8-row", "fp8-blocks", "fp8-blocks-experts", "gptq-rows", "awq-128", "int8-row"])
+@pytest.mark.parametrize("name", RANKED)
 @pytest.mark.parametrize("flags", [{"tp_size": 2}, {"pp_size": 2}], ids=["tp", "pp"])
 async def test_ranks_keep_their_shares_quantized(name, flags, quantized):
     if torch.cuda.device_count() < 2:

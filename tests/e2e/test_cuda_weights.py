@@ -43,8 +43,15 @@ def checkpoints(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     "flags",
     # With several ranks, compilation takes minutes.
-    [{}, {"quantization": "fp8"}, {"dtype": "float32"}, {"tp_size": 2} | PLAIN, {"pp_size": 2} | PLAIN],
-    ids=["bf16", "fp8", "float32", "tp", "pp"],
+    [
+        {},
+        {"quantization": "fp8"},
+        {"quantization": "int4"},
+        {"dtype": "float32"},
+        {"tp_size": 2} | PLAIN,
+        {"pp_size": 2} | PLAIN,
+    ],
+    ids=["bf16", "fp8", "int4", "float32", "tp", "pp"],
 )
 def test_after_updates_answers_are_those_of_a_fresh_deployment(checkpoints, architecture, flags):
     if torch.cuda.device_count() < flags.get("tp_size", 1) * flags.get("pp_size", 1):

@@ -289,7 +289,7 @@ def test_a_model_with_scales_of_blocks_is_near_the_model_of_its_values(changes):
 
 
 def test_experts_whose_parts_are_no_blocks_are_refused():
-    with pytest.raises(ValueError, match="an expert's width of 64 on each rank: with scales of blocks"):
+    with pytest.raises(ValueError, match="parts of 64, 64 rows: with scales of 128 x 128 blocks"):
         models(torch.float32, mlp=ExpertsConfig(count=4, chosen=2, width=64))
 
 

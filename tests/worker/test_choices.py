@@ -19,7 +19,7 @@ from services.worker.described.choices import (
     refuse_impossible_quantization,
 )
 from services.worker.described.config import ModelConfig
-from services.worker.described.memory import footprint
+from services.worker.described.memory import BFLOAT16, footprint, weight_bytes
 from services.worker.described.ranks import Ranks
 from services.worker.described.registry import read_model_config
 
@@ -225,6 +225,32 @@ def test_weights_stay_quantized_where_there_is_a_product_for_them(settings, devi
             quantized(settings, device, quantization="checkpoint", **flags)
         assert caught.value.field == "quantization"
         assert reason in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "value", "reason"),
+    [
+        (gpu(139), {}, "checkpoint", "weights stay MXFP4 in groups of 32"),
+        (AMPERE, {"dtype": "float16", "tp_size": "2"}, "checkpoint", "weights stay MXFP4 in groups of 32"),
+        (gpu(139), {"tp_size": "4"}, "none", "mlp.experts.0.down_proj.weight has 720 inputs, not a multiple of 32"),
+        (gpu(139), {"tp_size": "4", "expert_parallel": "T"}, "checkpoint", "weights stay MXFP4 in groups of 32"),
+        (gpu(139), {"dtype": "float32"}, "none", "with dtype=float32 there is no product for them"),
+        (cpu(99), {}, "none", "(MXFP4 in groups of 32) are converted to dtype on CPUs"),
+    ],
+)
+def test_the_experts_of_gpt_oss_stay_in_mxfp4(device, flags, value, reason):
+    model = read_model_config(SHAPES["gpt-oss-20b"] | {"quantization_config": {"quant_method": "mxfp4"}})
+    config = build(WorkerConfig, flags)
+    ranks = Ranks(0, config.tp_size, whole_experts=config.expert_parallel)
+    layers = range(len(model.layers))
+    chosen, made = choose(config, device, model, ranks, layers)
+    [found] = [each for each in made if each.name == "quantization"]
+    assert chosen.quantization == found.value == value
+    assert found.reason.endswith(reason)
+    if value == "checkpoint":
+        # 19.1 billion parameters of experts have 4.25 bits, and 1.8 billion others have 16.
+        expected = (19.1e9 * 4.25 / 8 + 2 * 1.8e9) / ranks.tp_size
+        assert weight_bytes(model, ranks, layers, BFLOAT16, value) == pytest.approx(expected, rel=0.05)
 
 
 def test_layers_that_are_converted_are_counted_with_the_reason():

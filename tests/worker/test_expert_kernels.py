@@ -11,6 +11,7 @@ from services.worker.layers.activations import gated
 from services.worker.layers.block_fp8 import BLOCK, expand_blocks, quantize_blocks
 from services.worker.layers.experts import ExpertWeights, Routes
 from services.worker.layers.fp8 import quantize_rows
+from services.worker.layers.grouped import GroupedLinear, GroupedRows
 from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("triton_ready")]
@@ -291,6 +292,62 @@ def test_a_mixture_in_fp8(tokens, biases):
     assert (found - expected).norm() / expected.norm() < 0.02
 
 
+# Bits, group, hidden size and width. The halves of a tile are in one group or in two, and tiles have 32 to 128 inputs.
+GROUPED = [(4, 32, 64, 96), (4, 64, 192, 64), (4, 128, 128, 256), (8, 32, 96, 32), (8, 128, 128, 128)]
+
+
+def in_groups(
+    weights: ExpertWeights, bits: int, group: int, offsets: bool = False, floats: bool = False
+) -> ExpertWeights:
+    """Return weights with scales, and offsets that are far from each other, of groups."""
+    parts = {}
+    for name in ("gate_up", "down"):
+        whole = getattr(weights, name)
+        one = GroupedLinear(whole.shape[2], whole.shape[1], bits=bits, group=group, offsets=offsets, floats=floats)
+        codes = torch.zeros(len(whole), *one.codes.shape, dtype=torch.uint8, device=DEVICE)
+        scales = torch.zeros(len(whole), 1 + offsets, *one.scales.shape, dtype=one.scales.dtype, device=DEVICE)
+        for index, matrix in enumerate(whole):
+            expert = plain.grouped_weights(codes[index], scales[index], matrix.shape[1])
+            GroupedRows(expert, 0, len(matrix)).copy_(matrix)
+        if offsets:
+            scales[:, 1] = random(*scales[:, 1].shape, seed=6) / 8
+        parts |= {name: codes, f"{name}_scale": scales}
+    return weights._replace(**parts)
+
+
+@pytest.mark.parametrize(("bits", "group", "hidden", "width"), GROUPED)
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("tokens", [3, 60])
+def test_a_mixture_of_integers(tokens, offsets, bits, group, hidden, width):
+    """Three tokens are streamed, and sixty are sorted."""
+    case = Case(tokens, biases=offsets, hidden=hidden, width=width, dtype=HALF, held=range(1, 5))
+    case.weights = in_groups(case.weights, bits, group, offsets)
+    case.check_half()
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(64, 96), (192, 64)])
+@pytest.mark.parametrize("tokens", [3, 60, 200])
+def test_a_mixture_in_mxfp4(tokens, hidden, width):
+    """All 16 values occur."""
+    case = Case(tokens, biases=True, hidden=hidden, width=width, dtype=HALF, held=range(1, 5))
+    case.weights = in_groups(case.weights, 4, 32, floats=True)
+    assert case.weights.down_scale.dtype == torch.uint8
+    assert len((case.weights.down & 15).unique()) == len((case.weights.down >> 4).unique()) == 16
+    case.check_half()
+
+
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_integers_with_blocks_of_every_size(activation, offsets):
+    """With many rows, weights are scaled instead of sums. Some blocks have rows without a pair."""
+    from services.worker.layers.expert_tiles import changes
+
+    for tokens in (each for each in changes(2, 2, 1) if each < 200):
+        case = Case(tokens, experts=2, hidden=64, width=32, dtype=HALF)
+        case.weights = in_groups(case.weights, 4, 32, offsets)
+        check_half(case.mixed(activation), case.expected(activation))
+
+
 def in_blocks(weights: ExpertWeights) -> ExpertWeights:
     """Return fp8 weights with scales of blocks of 128 x 128."""
     parts = {}
@@ -385,9 +442,14 @@ def test_the_worst_routing_needs_no_more_memory_than_others(tokens):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [2, 40, 3000])
 def test_experts_of_a_real_size(tokens):
-    """The sizes of Qwen3-30B-A3B, but for the number of experts, in bf16 and in fp8."""
+    """The sizes of Qwen3-30B-A3B, but for the number of experts, in bf16, in fp8, as integers and in MXFP4."""
     case = Case(tokens, hidden=2048, width=768, experts=16, chosen=8, dtype=torch.bfloat16)
     expected = case.expected().float()
     assert (case.mixed().float() - expected).norm() / expected.norm() < 0.01
+    exact = case.weights
     case.quantize()
     assert (case.mixed().float() - expected).norm() / expected.norm() < 0.1
+    for bits, group, *others in ((4, 128), (4, 32, True), (8, 128, True), (4, 32, False, True)):
+        case.weights = in_groups(exact, bits, group, *others)
+        expected = case.expected().float()
+        assert (case.mixed().float() - expected).norm() / expected.norm() < 0.01

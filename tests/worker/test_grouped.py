@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from services.common.model.quantized.scheme import Scheme
-from services.worker.layers.grouped import GroupedLinear, packed, tile_size, to_grouped, unpacked
+from services.worker.layers.grouped import GroupedLinear, GroupedWeights, packed, tile_size, to_grouped, unpacked
 from services.worker.layers.quantized_weight import QuantizedWeight
 from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
 
@@ -190,12 +190,6 @@ def launch(x: torch.Tensor, linear: GroupedLinear) -> torch.Tensor:
     return grouped_product(x, linear.codes, linear.scales, linear.offsets, linear.bias, linear.bits)
 
 
-def weights_of(linear: GroupedLinear):
-    from services.worker.layers.triton_grouped import GroupedWeights
-
-    return GroupedWeights.of(linear)
-
-
 @needs_triton
 @kernels
 @pytest.mark.parametrize(("bits", "group", "inputs"), SIZES)
@@ -217,7 +211,7 @@ def test_inputs_can_be_split_over_programs(bits, splits, scale_sums):
 
     linear = make(bits, 32, 160, bias=True)
     x, out = random(40, 160), torch.empty(40, OUTPUTS, dtype=DTYPE, device=DEVICE)
-    launch_tiles(x, weights_of(linear), out, TilesOptions(32, 32, splits, scale_sums, 4, 2))
+    launch_tiles(x, GroupedWeights.of(linear), out, TilesOptions(32, 32, splits, scale_sums, 4, 2))
     check(out, expected_product(x, linear))
 
 
@@ -277,7 +271,7 @@ def test_a_start_runs_each_kernel_of_a_product(inputs, outputs):
     from services.worker.layers.triton_grouped import choose_rows, choose_tiles, most_fused_rows, row_changes
 
     with torch.device("meta"):
-        weights = weights_of(GroupedLinear(inputs, outputs, bits=4))
+        weights = GroupedWeights.of(GroupedLinear(inputs, outputs, bits=4))
     changes = row_changes(weights)
     most = most_fused_rows(outputs, inputs)
     assert {9, 17, 33, most + 1} <= set(changes)
@@ -310,7 +304,7 @@ def test_tiles_fit_into_the_shared_memory_of_gpus_before_hopper(rows, offsets):
     from services.worker.layers.triton_grouped import choose_tiles
 
     with torch.device("meta"):
-        weights = weights_of(GroupedLinear(14336, 5120, bits=4, offsets=offsets))
+        weights = GroupedWeights.of(GroupedLinear(14336, 5120, bits=4, offsets=offsets))
     assert choose_tiles(5120, 14336, rows, weights).rows <= 128
 
 
@@ -333,7 +327,7 @@ def test_norm_gate_bias_and_sum_are_part_of_the_product(rows, bits, offsets):
     normed = F.rms_norm(x.float(), (160,), norm.float(), EPS)
     gate, up = expected_product(normed, linear).chunk(2, dim=1)
     expected = F.silu(gate) * up + total.float()
-    found = skinny_product(x, weights_of(linear), norm=(norm, EPS), gated=True, onto=total)
+    found = skinny_product(x, GroupedWeights.of(linear), norm=(norm, EPS), gated=True, onto=total)
     assert found is total
     check(found, expected)
 
@@ -347,11 +341,13 @@ def test_a_sum_is_prepared_for_the_next_norm(rows):
     linear, following = make(4, 32, 160, 96), make(4, 32, 96, 48, seed=3)
     x, total, norm = random(rows, 160), random(rows, 96, seed=2), 1 + random(96, seed=5) / 4
     stream = total.float() + expected_product(x, linear)
-    norm_input = skinny_sum(x, weights_of(linear), total, norm)
+    norm_input = skinny_sum(x, GroupedWeights.of(linear), total, norm)
     check(total, stream)
     check(norm_input.squares.sum(0), stream.square().sum(1))
     normed = F.rms_norm(stream, (96,), norm.float(), EPS)
-    check(skinny_product(norm_input, weights_of(following), norm=(norm, EPS)), expected_product(normed, following))
+    check(
+        skinny_product(norm_input, GroupedWeights.of(following), norm=(norm, EPS)), expected_product(normed, following)
+    )
 
 
 def test_codes_of_a_rounded_weight_are_the_weight_again():

@@ -14,14 +14,13 @@ from services.worker.described.refusals import refuse_integer_weights
 from services.worker.described.registry import read_model_config
 from services.worker.layers import products_cpu
 from services.worker.layers.factory import make_linear
-from services.worker.layers.grouped import GroupedLinear
 from services.worker.layers.integers import IntegerLinear, dequantized, to_integers
 from services.worker.layers.kernels import TorchKernels
 from services.worker.layers.linear import Linear
 from services.worker.layers.vectors_cpu import most_rows
 from services.worker.models import fused_cpu, weights
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.experts import Experts, storage_like
+from services.worker.models.experts import Experts
 from services.worker.runner.runner import StepRunner
 from tests import real_model
 from tests.gguf_files import write_gguf
@@ -301,19 +300,10 @@ def test_experts_have_the_integers_of_their_checkpoint(quantization, checkpoint)
         torch.testing.assert_close(mixed, layer.mlp.down(x), atol=1e-4, rtol=0)
 
 
-def test_experts_stay_in_dtype_on_gpus():
-    """On GPUs, the layers of integers are ``GroupedLinear``, which has no product of experts."""
-    assert storage_like(GroupedLinear(64, 64, bits=4)) == "dtype"
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_width_of_experts_matters_where_they_are_integers(device, checkpoint):
+def test_the_width_of_experts_matters(checkpoint):
     config = read_model_config(read_json(checkpoint("qwen3_moe") / "config.json"))
-    if device == "cuda":
-        refuse_integer_weights(config, "int8", 1, device)
-    else:
-        with pytest.raises(InvalidRequest, match="width of an expert is 48, which is not a multiple of 32; use quant"):
-            refuse_integer_weights(config, "int8", 1, device)
+    with pytest.raises(InvalidRequest, match="width of an expert is 48, which is not a multiple of 32; use quant"):
+        refuse_integer_weights(config, "int8", 1)
 
 
 def test_the_embedding_keeps_its_dtype_and_the_head_has_8_bits():

@@ -22,7 +22,7 @@ from services.worker.described.memory import FLOAT32, weight_bytes
 from services.worker.described.ranks import Ranks
 from services.worker.described.registry import read_model_config
 from services.worker.described.stages import layers_of
-from services.worker.layers.factory import make_kept_linear, make_linear
+from services.worker.layers.factory import make_kept_linears, make_linear
 from services.worker.layers.fp8 import FP8 as FP8_DTYPE
 from services.worker.layers.fp8 import copy_rows
 from services.worker.layers.kernels import TorchKernels
@@ -35,6 +35,7 @@ from tests.quantized_files import compressed
 from tests.worker.parallel.test_loading import grid
 from tests.worker.small_models import CPU, one_sequence
 from tests.worker.test_quantized_checkpoints import (
+    EXPERTS,
     FLOAT,
     FP8,
     INT4,
@@ -56,6 +57,7 @@ SIZES = {
     "head_dim": 64,
 }
 MOE = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 BLOCKS = FP8 | {"weight_block_size": [128, 128]}
 CASES: dict[str, tuple[Case, WeightForm]] = {
     "fp8-tensor": (Case(files.fp8(0, 0, name=".weight_scale", shape=()), FP8), WeightForm("fp8")),
@@ -76,6 +78,23 @@ CASES: dict[str, tuple[Case, WeightForm]] = {
         WeightForm("grouped", 4, 32, False),
     ),
     "int8-row": (Case(files.int8(-1), compressed("int-quantized", INT8)), WeightForm("grouped", 8, ALL, False)),
+    "gptq-128-experts": (
+        Case(files.gptq(128, symmetric=True), gptq(128), "qwen3_moe", MOE),
+        WeightForm("grouped", 4, 128),
+    ),
+    "awq-32-experts": (
+        Case(files.awq(32), awq(32), "mixtral", {"num_local_experts": 4}),
+        WeightForm("grouped", 4, 32, True),
+    ),
+    "int8-row-experts": (
+        Case(files.int8(-1), compressed("int-quantized", INT8), "qwen3_moe", MOE),
+        WeightForm("grouped", 8, ALL, False),
+    ),
+    # Gates and ups of all experts are one tensor.
+    "mxfp4-experts": (
+        Case(files.mxfp4, MXFP4, "gpt_oss", {"num_local_experts": 4}, chosen=EXPERTS),
+        WeightForm("mxfp4", 4, 32),
+    ),
 }
 
 
@@ -109,7 +128,7 @@ def made_for(config: ModelConfig, ranks: Ranks, *, kept: bool) -> DecoderModel:
     linear = make_linear(config, torch.float32, CPU, "none")
     makers = None
     if kept:
-        makers = [make_kept_linear(each.form, torch.float32, CPU) for each in layer_forms(config, ranks, layers)]
+        makers = [make_kept_linears(each.form, torch.float32, CPU) for each in layer_forms(config, ranks, layers)]
     return DecoderModel(config, torch.float32, CPU, TorchKernels(), linear, makers, ranks=ranks, layers=layers)
 
 
@@ -154,11 +173,11 @@ def test_weights_keep_exactly_the_values_of_the_checkpoint(name, ranks, director
         torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=1e-7)
     projections = [key for key in found if key.endswith("_proj.weight")]
     assert projections
-    assert all(is_quantized(model, key) for key in projections)
+    assert all(is_quantized(model, key) != (form.kind == "mxfp4") for key in projections)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", ["fp8-row-experts", "fp8-blocks-experts"])
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("experts")])
 def test_whole_experts_of_ranks_keep_their_values(name, rank, directories):
     ranks = Ranks(rank, 2, whole_experts=True)
     directory, exact = directories(CASES[name][0])
@@ -173,7 +192,7 @@ def test_logits_are_those_of_the_values(name, directories):
     case, form = CASES[name]
     directory, exact = directories(case)
     found, expected = logits_of(loaded(directory)), logits_of(loaded(exact, kept=False))
-    if form.kind == "grouped":
+    if form.kind in ("grouped", "mxfp4"):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     else:
         assert 1e-4 < (found - expected).norm() / expected.norm() < (0.2 if case.sizes else 0.1)
@@ -244,10 +263,21 @@ def test_the_size_of_the_weights_is_that_of_their_buffers(name, ranks, directori
 
 FALLBACKS = {
     "act-order": (gptq(32, desc_act=True), "llama", {}, "are not neighbours (act-order)"),
-    "mxfp4": ({"quant_method": "mxfp4"}, "gpt_oss", {}, "there is no product for this format"),
+    "mxfp4 without experts": (MXFP4, "llama", {}, "not all matrices of a layer are quantized alike"),
+    "experts that are ignored": (
+        MXFP4 | {"modules_to_not_convert": ["experts"]},
+        "gpt_oss",
+        {},
+        "not all matrices of a layer are quantized alike",
+    ),
+    "experts of other sizes": (
+        MXFP4,
+        "gpt_oss",
+        {"intermediate_size": 80},
+        "mlp.experts.0.down_proj.weight has 80 inputs, not a multiple of 32",
+    ),
     "groups of 16": (gptq(16), "llama", {}, "groups must have a multiple of 32 inputs of one output"),
     "blocks of 64": (FP8 | {"weight_block_size": [64, 64]}, "llama", {}, "or for blocks of 128 x 128"),
-    "experts": (awq(32), "mixtral", {}, "experts of integers have no product"),
     "fused": (FP8, "phi3", {}, "the checkpoint has several matrices in one tensor"),
     "multiplied": (FP8, "granite", {}, "the values of this architecture are changed when they are read"),
     "inputs": (
@@ -298,6 +328,14 @@ def test_shares_that_cut_groups_are_converted(checkpoint):
     [(form, reason)] = reasons(config, Ranks(0, 2))
     assert form == IN_DTYPE
     assert reason == "a share of mlp.down_proj.weight has 192 inputs, not a multiple of 128"
+
+
+def test_shares_of_experts_that_cut_groups_are_converted_and_whole_experts_are_not(checkpoint):
+    config = described(checkpoint, gptq(128), "qwen3_moe", **MOE | {"moe_intermediate_size": 384})
+    [(form, reason)] = reasons(config, Ranks(0, 2))
+    assert form == IN_DTYPE
+    assert reason == "a share of mlp.experts.0.down_proj.weight has 192 inputs, not a multiple of 128"
+    assert reasons(config, Ranks(0, 2, whole_experts=True)) == {(WeightForm("grouped", 4, 128), "")}
 
 
 def test_heads_that_are_padded_are_converted(checkpoint):

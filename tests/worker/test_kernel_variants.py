@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from services.worker.boot.common import make_cache, make_limits
 from services.worker.described.registry import read_model_config
 from services.worker.layers.expert_tiles import changes
 from services.worker.layers.experts import Routes
+from services.worker.layers.grouped import GroupedLinear
 from services.worker.layers.kernels import LayerKernels, TorchKernels
+from services.worker.layers.linear import Linear
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.weights import load_dummy
 from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
@@ -93,33 +96,44 @@ EXPERTS = CONFIG | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts": 16,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
+    "moe_intermediate_size": 32,
     "norm_topk_prob": True,
 }
 
 
 @pytest.mark.parametrize(
-    ("graphs", "pieces", "described", "dtype"),
+    ("graphs", "pieces", "described", "dtype", "linear"),
     [
-        (0, 0, CONFIG, torch.float32),
-        (LARGEST_GRAPH, 0, CONFIG, torch.float32),
-        (LARGEST_GRAPH, 1024, CONFIG, torch.float32),
-        pytest.param(0, 0, CONFIG, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(LARGEST_GRAPH, 1024, CONFIG, torch.bfloat16, marks=pytest.mark.slow),
-        (0, 0, EXPERTS, torch.bfloat16),
-        (LARGEST_GRAPH, 1024, EXPERTS, torch.bfloat16),
-        pytest.param(0, 0, EXPERTS, torch.float32, marks=pytest.mark.slow),
+        (0, 0, CONFIG, torch.float32, Linear),
+        (LARGEST_GRAPH, 0, CONFIG, torch.float32, Linear),
+        (LARGEST_GRAPH, 1024, CONFIG, torch.float32, Linear),
+        pytest.param(0, 0, CONFIG, torch.bfloat16, Linear, marks=pytest.mark.slow),
+        pytest.param(LARGEST_GRAPH, 1024, CONFIG, torch.bfloat16, Linear, marks=pytest.mark.slow),
+        (0, 0, EXPERTS, torch.bfloat16, Linear),
+        (LARGEST_GRAPH, 1024, EXPERTS, torch.bfloat16, Linear),
+        pytest.param(0, 0, EXPERTS, torch.float32, Linear, marks=pytest.mark.slow),
+        (0, 0, EXPERTS, torch.bfloat16, partial(GroupedLinear, bits=4)),
     ],
-    ids=["eager", "graphs", "pieces", "bf16", "pieces-bf16", "experts", "experts-pieces", "experts-float32"],
+    ids=[
+        "eager",
+        "graphs",
+        "pieces",
+        "bf16",
+        "pieces-bf16",
+        "experts",
+        "experts-pieces",
+        "experts-float32",
+        "experts-int4",
+    ],
 )
-def test_random_plans_launch_no_kernel_that_the_rehearsal_did_not(launched, graphs, pieces, described, dtype):
+def test_random_plans_launch_no_kernel_that_the_rehearsal_did_not(launched, graphs, pieces, described, dtype, linear):
     from services.worker.attention.cuda import CudaAttention
     from services.worker.runner.cuda.runner import CudaRunner
     from services.worker.runner.cuda.state import DeviceState
     from services.worker.sampling.fused import FusedSampler
 
     config = read_model_config(described | {"max_position_embeddings": CONTEXT})
-    model = DecoderModel(config, dtype, DEVICE, make_kernels())
+    model = DecoderModel(config, dtype, DEVICE, make_kernels(), linear)
     load_dummy(model, seed=1)
     cache = make_cache(FLAGS, model, FLAGS.page_count)
     limits = make_limits(FLAGS, model, FLAGS.page_count, hydragen=True)
@@ -128,7 +142,8 @@ def test_random_plans_launch_no_kernel_that_the_rehearsal_did_not(launched, grap
     sampler = FusedSampler(model.project, 96, DEVICE, cache.tokens, state.page_table)
     runner = CudaRunner(model, cache, attention, sampler, state, limits)
     # As boot_cuda does.
-    of_experts = (changes(len(each.local), each.chosen, dtype.itemsize) for each in model.local.experts)
+    [item] = {layer.mlp.gate_up.itemsize for layer in model.layers} if model.local.experts else {dtype.itemsize}
+    of_experts = (changes(len(each.local), each.chosen, item) for each in model.local.experts)
     around = (rehearsal.around(limits, tokens, 8) for tokens in set(itertools.chain(*of_experts)))
     for plans in itertools.chain(rehearsal.every_kind(limits), *around):
         runner.reset()

@@ -72,9 +72,10 @@ def test_what_the_rehearsal_launches_is_compiled_into_the_cache_without_a_device
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("returned", [False, True], ids=["", "and returned"])
-def test_the_kernels_of_experts_are_among_them(checkpoint, tmp_path, returned):
-    kernels = set(rehearse(job(checkpoint("qwen3_moe"), return_routed_experts=returned), tmp_path)["kernels"])
+@pytest.mark.parametrize("flags", [{}, {"return_routed_experts": True}, {"quantization": "int4"}], ids=str)
+def test_the_kernels_of_experts_are_among_them(checkpoint, tmp_path, flags):
+    model = checkpoint("qwen3_moe", moe_intermediate_size=64)
+    kernels = set(rehearse(job(model, **flags), tmp_path)["kernels"])
     assert {"_route", "_place", "_products", "_sum"} <= kernels
 
 

@@ -128,8 +128,7 @@ def check_device(machine: Machine, shape: ModelShape) -> Iterator[Finding]:
         if config.quantization == "fp8":
             refuse_unquantizable_sizes(_share(config, shape), config.tp_size)
         if config.quantization in ("int8", "int4"):
-            device = "cuda" if machine.on_cuda else "cpu"
-            refuse_integer_weights(_share(config, shape), config.quantization, config.tp_size, device)
+            refuse_integer_weights(_share(config, shape), config.quantization, config.tp_size)
         if machine.on_cuda:
             refuse_unsupported_cuda_sizes(config.page_size, shape.described.stored_head_dim)
             _refuse_fp8(config, machine.gpus[: machine.workers])

@@ -26,12 +26,11 @@ from services.worker.described.ranks import ALONE
 from services.worker.described.refusals import refuse_fp8_cache, refuse_unsupported_cuda_sizes
 from services.worker.layers.block_fp8 import BlockFp8Linear
 from services.worker.layers.expert_tiles import changes
-from services.worker.layers.fp8 import FP8
-from services.worker.layers.grouped import GroupedLinear
+from services.worker.layers.grouped import GroupedLinear, GroupedWeights
 from services.worker.layers.triton_block_fp8 import row_changes
-from services.worker.layers.triton_grouped import GroupedWeights
 from services.worker.layers.triton_grouped import row_changes as grouped_row_changes
 from services.worker.models.base import RankModel
+from services.worker.models.experts import Experts
 from services.worker.models.skinny_cuda import SkinnyDecoder, supports
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import Exchanges, make_exchanges
@@ -293,9 +292,10 @@ def rehearse(runner: CudaRunner, parts: RunnerParts, exchanges: Exchanges, progr
 
 def _changes_of_experts(model: RankModel) -> set[int]:
     """Return the numbers of tokens from which on experts run other kernels."""
-    item = FP8.itemsize if model.quantizes else model.dtype.itemsize
+    items = {module.gate_up.itemsize for module in model.modules() if isinstance(module, Experts)}
+    items = items or {model.dtype.itemsize}  # transformers computes the model
     mixtures = model.local.experts
-    return {tokens for each in mixtures for tokens in changes(len(each.local), each.chosen, item)}
+    return {tokens for each in mixtures for item in items for tokens in changes(len(each.local), each.chosen, item)}
 
 
 def _changes_of_products(model: RankModel) -> set[int]:

@@ -18,7 +18,7 @@ from services.worker.described.foreign import choose_implementation, refuse_miss
 from services.worker.described.forms import layer_forms
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
-from services.worker.layers.factory import make_kept_linear, make_kernels, make_linear
+from services.worker.layers.factory import make_kept_linears, make_kernels, make_linear
 from services.worker.layers.linear import LinearMaker
 from services.worker.layers.panels import TOGETHER, PanelLinear
 from services.worker.models import reading, staging, weights
@@ -138,7 +138,7 @@ def make_model(
     local = local_config(described, ranks, layers)
     makers = None
     if config.quantization == "checkpoint":
-        makers = [make_kept_linear(each.form, dtype, device) for each in layer_forms(described, ranks, layers)]
+        makers = [make_kept_linears(each.form, dtype, device) for each in layer_forms(described, ranks, layers)]
     if _uses_panels(config, local, dtype, device, ranks):
         linear: LinearMaker = partial(PanelLinear, dtype=dtype)
         dtype = torch.float32  # of activations, for which the layers have compiled operators

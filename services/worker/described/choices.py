@@ -19,7 +19,6 @@ from services.worker.described.memory import (
     BFLOAT16,
     FLOAT32,
     FP8,
-    INTEGER_BITS,
     footprint,
     margin,
     page_bytes,
@@ -50,7 +49,6 @@ _LAUNCHED_SLOWLY = "larger steps take the device longer than the host to launch 
 _SHARE_OF_STEPS = 0.25
 _CPU_SEQUENCES, _CPU_TOKENS, _CPU_CACHE = 256, 2048, 128 * 1024
 _SET = "set by you"
-_EXPERTS_IN_DTYPE = f"{_SET}; the experts stay in dtype, because there is no product of their integers on cuda"
 
 
 @dataclass(frozen=True)
@@ -106,8 +104,6 @@ class _Chooser(ABC):
         self._config, self._device, self._model, self._ranks, self._layers = config, device, model, ranks, layers
         self._values: dict[str, Any] = {name: getattr(config, name) for name in NAMES}
         self._reasons = dict.fromkeys(NAMES, _SET)
-        if model.experts and config.quantization in INTEGER_BITS and device.kind == "cuda":
-            self._reasons["quantization"] = _EXPERTS_IN_DTYPE
         self._auto = frozenset(name for name in NAMES if self._values[name] == "auto")
 
     def choose(self) -> tuple[ChosenWorkerConfig, tuple[FlagChoice, ...]]:
@@ -294,7 +290,7 @@ def choose_quantization(config: WorkerConfig, device: Device, model: ModelConfig
     kept = [each for each in forms if each.form != IN_DTYPE]
     if not kept:
         return "none", f"{converted}: {found.reason}"
-    in_fp8 = any(each.form.kind != "grouped" for each in kept)
+    in_fp8 = any(each.form.kind in ("fp8", "fp8_blocks") for each in kept)
     if config.dtype == "float32" or (config.dtype == "float16" and in_fp8):
         return "none", f"{converted}: with dtype={config.dtype} there is no product for them"
     if in_fp8 and device.capability < ROW_WISE_PRODUCTS:
@@ -308,12 +304,8 @@ def choose_quantization(config: WorkerConfig, device: Device, model: ModelConfig
 
 
 def explained_quantization(model: ModelConfig, choices: Iterable[FlagChoice]) -> FlagChoice | None:
-    """Return the choice of ``quantization`` with its reason, or None if the reason is plain.
-
-    It is not plain if the checkpoint of ``model`` is quantized, or if a part of the model keeps ``dtype``.
-    """
-    choice = next(each for each in choices if each.name == "quantization")
-    return choice if model.quantization is not None or choice.reason == _EXPERTS_IN_DTYPE else None
+    """Return the choice of ``quantization`` with its reason, or None if the checkpoint is not quantized."""
+    return None if model.quantization is None else next(each for each in choices if each.name == "quantization")
 
 
 def settings_of(model: ModelConfig, choices: Iterable[FlagChoice]) -> dict[str, str]:

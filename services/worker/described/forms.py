@@ -10,7 +10,6 @@ from services.common.model.quantized.scheme import ALL, Scheme
 from services.worker.described.checkpoint import checkpoint_tensors, layer_shapes
 from services.worker.described.config import ModelConfig
 from services.worker.described.heads import query_order, value_order
-from services.worker.described.layer import ExpertsConfig
 from services.worker.described.naming import Part
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
@@ -22,15 +21,19 @@ _MATRIX = 2  # dimensions
 
 
 class WeightForm(NamedTuple):
-    """The format of the matrices of a layer: the model's dtype, or quantized as the checkpoint has them."""
+    """The format of the matrices of a layer: the model's dtype, or quantized as the checkpoint has them.
 
-    kind: Literal["dtype", "fp8", "fp8_blocks", "grouped"]
-    bits: int = 0  # of a value, if ``grouped``
-    group: int = ALL  # inputs that share a scale, if ``grouped``
+    With ``mxfp4``, these are the experts, and the other matrices are in the model's dtype.
+    """
+
+    kind: Literal["dtype", "fp8", "fp8_blocks", "grouped", "mxfp4"]
+    bits: int = 0  # of a value, if ``grouped`` or ``mxfp4``
+    group: int = ALL  # inputs that share a scale, if ``grouped`` or ``mxfp4``
     offsets: bool = False  # groups have a zero point, if ``grouped``
 
 
 IN_DTYPE = WeightForm("dtype")
+EXPERT_PREFIX = "mlp.experts."  # of the names of experts inside a layer
 
 
 class LayerForm(NamedTuple):
@@ -54,6 +57,7 @@ class _Stored(NamedTuple):
 
     scheme: Scheme | None  # None = it is not quantized
     alone: bool  # it is a tensor of its own, as the model has it
+    expert: bool  # it belongs to an expert of a mixture
 
 
 @lru_cache(maxsize=4)  # a mixture of experts has many names, each of which is compared with all patterns
@@ -67,7 +71,8 @@ def _stored_matrices(model: ModelConfig) -> list[list[_Stored]]:
             if own[:2] != ["model", "layers"] or own[-1] != "weight" or not own[-2].endswith("_proj"):
                 continue
             scheme = model.quantization.scheme_of(name.removesuffix(".weight"))
-            found[int(own[2])][_Stored(scheme, stored.parts == (Part(part.name),))] = None
+            alone = stored.parts == (Part(part.name),)
+            found[int(own[2])][_Stored(scheme, alone, EXPERT_PREFIX in part.name)] = None
     return [list(each) for each in found]
 
 
@@ -78,15 +83,15 @@ def _layer_form(model: ModelConfig, ranks: Ranks, index: int, matrices: list[_St
     form = _form(named)
     if isinstance(form, str):
         return LayerForm(IN_DTYPE, named, form)
-    if len({each.scheme for each in matrices}) > 1:
+    experts_only = form.kind == "mxfp4"
+    if {each.scheme for each in matrices if each.expert or not experts_only} != {named}:
         return LayerForm(IN_DTYPE, named, "not all matrices of a layer are quantized alike")
-    if not all(each.alone for each in matrices):
+    # Quantizing the values of MXFP4 again does not change them, so they may be parts of a tensor.
+    if not experts_only and not all(each.alone for each in matrices):
         return LayerForm(IN_DTYPE, named, "the checkpoint has several matrices in one tensor")
     plain = list(range(model.head_dim))
     if query_order(model) != plain or value_order(model) != plain or model.residual_multiplier != 1:
         return LayerForm(IN_DTYPE, named, "the values of this architecture are changed when they are read")
-    if isinstance(model.layers[index].mlp, ExpertsConfig) and form.kind == "grouped":
-        return LayerForm(IN_DTYPE, named, "experts of integers have no product")
     local = local_config(model, ranks, range(index, index + 1))
     if problem := _unsupported(local, form, ranks):
         return LayerForm(IN_DTYPE, named, problem)
@@ -97,7 +102,7 @@ def _form(scheme: Scheme) -> WeightForm | str:
     """Return the form of a matrix of ``scheme``, or why there is none."""
     rows, columns = (1, ALL) if scheme.block is None else scheme.block
     if scheme.layout == "mxfp4":
-        return "there is no product for this format"
+        return WeightForm("mxfp4", scheme.bits, columns)
     if scheme.kind == "float":
         if columns == ALL and rows in (ALL, 1):
             return WeightForm("fp8")
@@ -114,11 +119,16 @@ def _form(scheme: Scheme) -> WeightForm | str:
 def _unsupported(local: ModelConfig, form: WeightForm, ranks: Ranks) -> str | None:
     """Return why a rank cannot store its share ``local`` of a layer in ``form``, or None."""
     shapes = layer_shapes(local, local.layers[0])
-    matrices = {name: shape for name, shape in shapes.items() if len(shape) == _MATRIX and "_proj." in name}
+    matrices = {
+        name: shape
+        for name, shape in shapes.items()
+        if len(shape) == _MATRIX and "_proj." in name and (form.kind != "mxfp4" or name.startswith(EXPERT_PREFIX))
+    }
     multiples = {
         "fp8": (FP8_MULTIPLE, FP8_MULTIPLE),
         "fp8_blocks": (FP8_BLOCK, FP8_BLOCK),
         "grouped": (1, form.group or GROUP_MULTIPLE),
+        "mxfp4": (1, form.group),
     }[form.kind]
     for name, shape in matrices.items():
         for kind, size, multiple in zip(("outputs", "inputs"), shape, multiples, strict=True):

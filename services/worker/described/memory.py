@@ -11,7 +11,7 @@ from services.common.config import ChosenWorkerConfig
 from services.common.plan.routed_experts import RoutedExpertsLayout
 from services.worker.described.checkpoint import layer_shapes
 from services.worker.described.config import ModelConfig
-from services.worker.described.forms import FP8_BLOCK, IN_DTYPE, WeightForm, layer_forms
+from services.worker.described.forms import EXPERT_PREFIX, FP8_BLOCK, IN_DTYPE, WeightForm, layer_forms
 from services.worker.described.naming import Shape
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
@@ -28,6 +28,7 @@ _TOGETHER = {
     "gate_proj": "gate_proj",
     "up_proj": "gate_proj",
 }
+_IN_DTYPE = ("mlp.gate.", "mlp.shared_expert_gate.")  # prefixes of matrices in a layer that are no integers
 _INT32 = 4
 _MOST_NUMBERED_BY_A_BYTE = 256  # experts
 # Left free for allocations that are not estimated: library workspaces, fragmentation, unusually large uploads.
@@ -177,7 +178,7 @@ def weight_bytes(
     """Return the size of the parameters of a rank that has ``layers`` of ``model``.
 
     ``item`` is the size of an element that is not quantized. ``quantization`` is the flag, but not ``auto``.
-    ``device`` is ``cpu``, or ``cuda``, where experts are no integers.
+    ``device`` is ``cpu`` or ``cuda``.
     """
     if model.parameters is not None:
         return model.parameters * item
@@ -185,10 +186,10 @@ def weight_bytes(
     kept = quantization == "checkpoint"
     forms = [each.form for each in layer_forms(model, ranks, layers)] if kept else [IN_DTYPE] * len(layers)
     quantization = "none" if kept else quantization
-    in_dtype = _in_dtype(device) if quantization in INTEGER_BITS else ()
+    in_dtype = _IN_DTYPE if quantization in INTEGER_BITS else ()
     total = sum(
         _tensor_bytes(shape, item, "none" if name.startswith(in_dtype) else quantization, device)
-        if form == IN_DTYPE
+        if form == IN_DTYPE or (form.kind == "mxfp4" and not name.startswith(EXPERT_PREFIX))
         else _kept_bytes(shape, item, form)
         for layer, form in zip(local.layers, forms, strict=True)
         for name, shape in _joined(layer_shapes(local, layer, adds_bias=ranks.tp_rank == 0)).items()
@@ -210,16 +211,13 @@ def _kept_bytes(shape: Shape, item: int, form: WeightForm) -> int:
     if len(shape) == 1:
         return shape[0] * item
     rows, columns = shape
+    if form.kind == "mxfp4":
+        return rows * columns * form.bits // 8 + rows * (columns // form.group)  # a group has an exponent of a byte
     if form.kind == "grouped":
         groups = columns // form.group if form.group else 1
         return rows * columns * form.bits // 8 + rows * groups * FLOAT32 * (1 + form.offsets)
     scales = rows if form.kind == "fp8" else -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
     return rows * columns * FP8 + scales * FLOAT32
-
-
-def _in_dtype(device: str) -> tuple[str, ...]:
-    """Return the prefixes of the names of matrices in a layer that are no integers on ``device``."""
-    return ("mlp.gate.", "mlp.shared_expert_gate.", *(("mlp.experts.",) if device == "cuda" else ()))
 
 
 def _joined(shapes: Mapping[str, Shape]) -> dict[str, Shape]:

@@ -108,19 +108,16 @@ def refuse_unquantizable_sizes(config: ModelConfig, tp_size: int) -> None:
     _refuse_other_multiples("fp8", sizes, FP8_MULTIPLE, tp_size)
 
 
-def refuse_integer_weights(config: ModelConfig, quantization: str, tp_size: int, device: str) -> None:
+def refuse_integer_weights(config: ModelConfig, quantization: str, tp_size: int) -> None:
     """Raise ``InvalidRequest`` if a matrix of ``config`` does not support ``quantization``, int8 or int4.
 
-    ``config`` describes the share of each of ``tp_size`` ranks. ``device`` is ``cpu``, or ``cuda``, where experts stay
-    in the model's dtype.
+    ``config`` describes the share of each of ``tp_size`` ranks.
     """
     sizes = {"hidden_size": config.hidden_size, "num_attention_heads * head_dim": config.heads * config.head_dim}
     if config.has_dense_layers:
         sizes["intermediate_size"] = config.intermediate_size
     for experts in config.experts:
-        sizes["width of the shared expert"] = experts.shared_width
-        if device == "cpu":
-            sizes["width of an expert"] = experts.width
+        sizes |= {"width of an expert": experts.width, "width of the shared expert": experts.shared_width}
     _refuse_other_multiples(quantization, sizes, INTEGER_GROUP, tp_size)
 
 

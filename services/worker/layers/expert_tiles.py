@@ -17,7 +17,7 @@ class Tile(NamedTuple):
     """The tile sizes and launch options of one product. Sizes are powers of two."""
 
     outputs: int  # rows of an expert's matrix per program; with the gate, a program has half this number of results
-    inputs: int  # inputs per iteration
+    inputs: int  # inputs per iteration; not used for ``GroupedWeights``, of which an iteration multiplies a tile
     warps: int
     stages: int  # pipeline stages, Triton's ``num_stages``
 
@@ -57,7 +57,7 @@ _TABLES: dict[int, dict[int, ExpertTiles]] = {
 def choose_tiles(pairs: int, experts: int, item: int, *, blocks: bool = False) -> ExpertTiles:
     """Return the options for ``pairs`` of ``experts``, with weights of ``item`` bytes.
 
-    ``blocks`` is true for weights in fp8 that have scales of blocks. They have not been measured yet.
+    ``blocks`` is true for weights that have scales of blocks or of groups. They have not been measured yet.
     """
     table = _TABLES[item]
     tiles = next(tiles for most, tiles in table.items() if pairs <= most * experts)

@@ -9,6 +9,7 @@ from services.worker.described.layer import Activation, RouterConfig
 from services.worker.described.memory import INTEGER_GROUP
 from services.worker.layers.activations import gated
 from services.worker.layers.block_fp8 import expand_blocks
+from services.worker.layers.grouped import GroupedWeights
 from services.worker.layers.operators import operator
 
 # Added to the sum of sigmoids before weights are divided by it, as in transformers.
@@ -24,8 +25,9 @@ class ExpertWeights(NamedTuple):
     down_bias: torch.Tensor | None  # [experts, hidden_size]
     first: int = 0  # number of the rank's first expert
     # If the weights are in fp8: float32 scales of rows, [experts, rows], or of blocks of 128 x 128, [experts, row
-    # blocks, column blocks]. The rows of gate and those of up are whole blocks. If the weights are integers, both
-    # are as in ``IntegerLinear``, with a first dimension of experts.
+    # blocks, column blocks]. The rows of gate and those of up are whole blocks. If the weights are integers on CPUs,
+    # both are as in ``IntegerLinear``, with a first dimension of experts. If they are integers on GPUs, or in MXFP4,
+    # matrices are codes of ``GroupedWeights``, and these are its scales and offsets, [experts, 1 or 2, groups, rows].
     gate_up_scale: torch.Tensor | None = None
     down_scale: torch.Tensor | None = None
 
@@ -99,21 +101,33 @@ def has_blocks(scales: torch.Tensor | None) -> bool:
     return scales is not None and scales.dim() == 3
 
 
+def has_groups(scales: torch.Tensor | None) -> bool:
+    """Return whether ``scales`` of ``ExpertWeights`` are those of ``GroupedWeights``."""
+    return scales is not None and scales.dim() == 4
+
+
+def grouped_weights(codes: torch.Tensor, scales: torch.Tensor, inputs: int) -> GroupedWeights:
+    """Return the weights of an expert with ``inputs``. ``codes`` and ``scales`` are those of ``ExpertWeights``."""
+    offsets = scales[1] if len(scales) > 1 else None
+    return GroupedWeights(codes, scales[0], offsets, None, 8 * codes.shape[1] // inputs)
+
+
 def _top(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ``count`` largest scores of each row and their indices, descending. Equal scores keep their order."""
     values, indices = scores.sort(dim=-1, descending=True, stable=True)
     return values[:, :count], indices[:, :count]
 
 
-def _are_integers(matrices: torch.Tensor) -> bool:
-    return matrices.dtype in (torch.int8, torch.uint8)
+def _in_panels(scales: torch.Tensor | None) -> bool:
+    """Return whether ``scales`` of ``ExpertWeights`` are those of ``IntegerLinear``."""
+    return scales is not None and scales.dim() == 5
 
 
 def _width(weights: ExpertWeights) -> int:
     """Return the number of inputs of the last product of an expert."""
-    if _are_integers(weights.down) and weights.down_scale is not None:
+    if weights.down_scale is not None and _in_panels(weights.down_scale):
         return weights.down_scale.shape[2] * INTEGER_GROUP
-    return weights.down.shape[2]
+    return weights.gate_up.shape[1] // 2
 
 
 def _product(
@@ -126,13 +140,15 @@ def _product(
 ) -> torch.Tensor:
     """Return the product of ``rows`` with the matrix of expert ``index``, which has ``outputs`` rows.
 
-    An fp8 matrix is converted first.
+    A matrix in fp8 or in groups is converted first.
     """
     matrix = matrices[index]
-    if scales is not None and _are_integers(matrices):
+    if scales is not None and _in_panels(scales):
         product: torch.Tensor = torch.ops.tokasaurus.integer_product(rows, matrix, scales[index], outputs)
         return product if biases is None else product + biases[index]
-    if scales is not None:
+    if scales is not None and has_groups(scales):
+        matrix = grouped_weights(matrix, scales[index], rows.shape[1]).dequantized().to(rows.dtype)
+    elif scales is not None:
         own = scales[index]
         factors = expand_blocks(own, *matrix.shape) if has_blocks(scales) else own.unsqueeze(1)
         matrix = (matrix.float() * factors).to(rows.dtype)

@@ -7,14 +7,14 @@ import torch
 
 from services.common.errors import InvalidRequest
 from services.worker.described.config import ModelConfig
-from services.worker.described.forms import WeightForm
+from services.worker.described.forms import IN_DTYPE, WeightForm
 from services.worker.described.refusals import refuse_integer_weights
 from services.worker.layers.block_fp8 import BlockFp8Linear
 from services.worker.layers.fp8 import Fp8Linear, refuse_unquantizable
 from services.worker.layers.grouped import GroupedLinear
 from services.worker.layers.integers import IntegerLinear
 from services.worker.layers.kernels import LayerKernels, TorchKernels
-from services.worker.layers.linear import Linear, LinearMaker
+from services.worker.layers.linear import LayerLinears, Linear, LinearMaker
 
 
 def make_linear(
@@ -29,7 +29,7 @@ def make_linear(
         refuse_unquantizable(config, dtype, device, tp_size)
         return partial(Fp8Linear, dtype=dtype)
     if quantization in ("int8", "int4"):
-        refuse_integer_weights(config, quantization, tp_size, device.type)
+        refuse_integer_weights(config, quantization, tp_size)
         bits = int(quantization.removeprefix("int"))
         if device.type == "cuda":
             return _make_grouped(dtype, bits)
@@ -52,11 +52,19 @@ def _make_grouped(dtype: torch.dtype, bits: int) -> LinearMaker:
     return partial(GroupedLinear, bits=bits)
 
 
-def make_kept_linear(form: WeightForm, dtype: torch.dtype, device: torch.device) -> LinearMaker:
-    """Return the constructor of linear layers that keep weights as a checkpoint has them, in ``form``.
+def make_kept_linears(form: WeightForm, dtype: torch.dtype, device: torch.device) -> LayerLinears:
+    """Return the constructors for a layer that keeps weights as a checkpoint has them, in ``form``.
 
     ``device`` is a GPU, or a CPU that computes a reference.
     """
+    if form.kind == "mxfp4":
+        experts = partial(GroupedLinear, bits=form.bits, group=form.group, floats=True)
+        return LayerLinears(_make_kept(IN_DTYPE, dtype, device), experts)
+    linear = _make_kept(form, dtype, device)
+    return LayerLinears(linear, linear)
+
+
+def _make_kept(form: WeightForm, dtype: torch.dtype, device: torch.device) -> LinearMaker:
     if form.kind == "fp8":
         return partial(Fp8Linear, dtype=dtype)
     if form.kind == "fp8_blocks":

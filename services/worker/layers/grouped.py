@@ -4,6 +4,7 @@ Inputs have 16 bits. Other devices compute in float32 with plain torch, as a ref
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import nn
 
 from services.common.model.quantized.scheme import ALL, Scheme
 from services.worker.described.memory import grouped_size
+from services.worker.layers.mxfp4 import as_scales, from_mxfp4, to_mxfp4
 from services.worker.layers.parts import part_targets, spans
 from services.worker.layers.quantized_weight import QuantizedWeight
 
@@ -65,17 +67,81 @@ def unpacked(pairs: torch.Tensor, tile: int) -> torch.Tensor:
     return torch.stack((tiles & 15, tiles >> 4), dim=2).flatten(1)
 
 
-class GroupedLinear(nn.Module):
-    """Linear layer from ``[rows, inputs]`` to ``[rows, sum(outputs)]``, with a weight of ``bits`` 4 or 8.
+class GroupedWeights(NamedTuple):
+    """The tensors of a weight of integers, or of floats of 4 bits.
 
-    A weight is ``(code - middle) * scale + offset``, where ``middle`` is 8 or 128. Scale and offset are those of the
-    output and of the group of inputs.
+    A value is ``(code - middle) * scale + offset``, where ``middle`` is 8 or 128. Scale and offset are those of the
+    output and of the group of inputs. In MXFP4, a value is the float of its code times a power of two.
     """
 
-    quantizes, narrows = False, True
     codes: torch.Tensor  # [outputs, inputs * bits / 8] uint8, as ``packed`` returns them if ``bits`` is 4
-    scales: torch.Tensor  # [groups, outputs] float32
+    scales: torch.Tensor  # [groups, outputs] float32; in MXFP4 exponents uint8
     offsets: torch.Tensor | None  # as ``scales``
+    bias: torch.Tensor | None  # [outputs], of the rows' dtype
+    bits: int
+    order: torch.Tensor | None = None  # as in ``GroupedLinear``; kernels take rows in this order
+
+    @classmethod
+    def of(cls, linear: "GroupedLinear") -> "GroupedWeights":
+        """Return the tensors of ``linear``."""
+        return cls(linear.codes, linear.scales, linear.offsets, linear.bias, linear.bits, linear.order)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of outputs and inputs."""
+        outputs, size = self.codes.shape
+        return outputs, size * 8 // self.bits
+
+    @property
+    def floats(self) -> bool:
+        """True for weights in MXFP4."""
+        return self.scales.dtype == torch.uint8
+
+    @property
+    def group(self) -> int:
+        """Number of inputs that share a scale."""
+        return self.shape[1] // self.scales.shape[0]
+
+    @property
+    def tile(self) -> int:
+        """Number of inputs that are stored together."""
+        return tile_size(self.bits, self.group, self.shape[1])
+
+    def constants(self) -> dict[str, int | bool]:
+        """Return the arguments that all kernels take."""
+        outputs, inputs = self.shape
+        return {
+            "INPUTS": inputs,
+            "OUTPUTS": outputs,
+            "BITS": self.bits,
+            "GROUP": self.group,
+            "TILE": self.tile,
+            "OFFSETS": self.offsets is not None,
+            # The interpreter of Triton, on CPUs, runs no PTX.
+            "ASM": self.codes.device.type != "cpu",
+        }
+
+    def dequantized(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return the weights of the outputs ``start`` to ``stop``, ``[outputs, inputs]`` float32."""
+        codes = self.codes[start:stop]
+        codes = codes if self.bits == 8 else unpacked(codes, self.tile)
+        values = from_mxfp4(codes) if self.floats else codes.float().sub_(middle(self.bits))
+        values = values.unflatten(1, (-1, self.group))
+        scales = as_scales(self.scales) if self.floats else self.scales
+        values.mul_(scales.t()[start:stop].unsqueeze(2))
+        if self.offsets is not None:
+            values.add_(self.offsets.t()[start:stop].unsqueeze(2))
+        rows: torch.Tensor = values.flatten(1)
+        return rows if self.order is None else rows[:, self.order.argsort()]
+
+
+class GroupedLinear(nn.Module):
+    """Linear layer from ``[rows, inputs]`` to ``[rows, sum(outputs)]``, with a weight of ``bits`` 4 or 8."""
+
+    quantizes, narrows = False, True
+    codes: torch.Tensor  # this and the next two are as in ``GroupedWeights``
+    scales: torch.Tensor
+    offsets: torch.Tensor | None
     order: torch.Tensor | None  # [inputs] int64, the input whose weights are at each place of a row
 
     def __init__(
@@ -88,11 +154,13 @@ class GroupedLinear(nn.Module):
         group: int = 0,
         offsets: bool = False,
         ordered: bool = False,
+        floats: bool = False,
     ) -> None:
         """Create a layer of zeros. ``outputs`` is as in ``Linear``.
 
         ``group`` is the number of inputs that share a scale; 0 chooses 128, 64 or 32. With ``ordered``, the members of
-        a group need not be neighbours. Raises ``ValueError`` if ``bits`` or ``group`` is not supported.
+        a group need not be neighbours. With ``floats``, the weight is in MXFP4, with groups of 32: on CUDA, only the
+        kernels for experts multiply it. Raises ``ValueError`` if ``bits`` or ``group`` is not supported.
         """
         super().__init__()
         group = group or grouped_size(inputs)
@@ -105,7 +173,7 @@ class GroupedLinear(nn.Module):
         self.inputs, self.bits, self.group, width = inputs, bits, group, sum(self.outputs)
         self.tile = tile_size(bits, group, inputs)
         self.register_buffer("codes", torch.zeros(width, inputs * bits // 8, dtype=torch.uint8))
-        scales = torch.zeros(inputs // group, width, dtype=torch.float32)
+        scales = torch.zeros(inputs // group, width, dtype=torch.uint8 if floats else torch.float32)
         self.register_buffer("scales", scales)
         self.register_buffer("offsets", torch.zeros_like(scales) if offsets else None)
         self.register_buffer("order", torch.arange(inputs) if ordered else None)
@@ -124,49 +192,44 @@ class GroupedLinear(nn.Module):
             product = torch.ops.tokasaurus.grouped_product(ordered, *tensors, self.bits)
         return product if onto is None else onto.add_(product)
 
-    def dequantized(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return the weights of the outputs ``start`` to ``stop``, ``[outputs, inputs]`` float32."""
-        codes = self.codes[start:stop]
-        codes = codes if self.bits == 8 else unpacked(codes, self.tile)
-        values = codes.float().sub_(middle(self.bits)).unflatten(1, (-1, self.group))
-        values.mul_(self.scales.t()[start:stop].unsqueeze(2))
-        if self.offsets is not None:
-            values.add_(self.offsets.t()[start:stop].unsqueeze(2))
-        rows: torch.Tensor = values.flatten(1)
-        return rows if self.order is None else rows[:, self.order.argsort()]
+    def dequantized(self) -> torch.Tensor:
+        """Return the weight, ``[sum(outputs), inputs]`` float32."""
+        return GroupedWeights.of(self).dequantized()
 
     def targets(self, *names: str) -> "dict[str, torch.Tensor | GroupedRows]":
         """Return load targets that quantize, by checkpoint name. ``names`` are the prefixes of the parts."""
-        parts = (GroupedRows(self, start, size) for start, size in spans(self.outputs))
+        parts = (GroupedRows(GroupedWeights.of(self), start, size) for start, size in spans(self.outputs))
         return part_targets(names, parts, self.bias, self.outputs)
 
 
 class GroupedRows:
-    """Load target for the outputs ``start`` to ``start + size`` of ``linear``."""
+    """Load target for the outputs ``start`` to ``start + size`` of ``weights``."""
 
-    def __init__(self, linear: GroupedLinear, start: int, size: int) -> None:
-        self._linear, self._start = linear, start
-        self.shape, self.device = torch.Size((size, linear.inputs)), linear.codes.device
+    def __init__(self, weights: GroupedWeights, start: int, size: int) -> None:
+        self._weights, self._start, self._inputs = weights, start, weights.shape[1]
+        self.shape, self.device = torch.Size((size, self._inputs)), weights.codes.device
 
     def copy_(self, tensor: torch.Tensor) -> None:
         """Quantize and store ``tensor [outputs, inputs]`` of any dtype and device."""
-        linear = self._linear
+        weights = self._weights
         for first in range(0, len(tensor), _QUANTIZED_ROWS):
             rows = tensor[first : first + _QUANTIZED_ROWS].to(self.device)
-            rows = rows if linear.order is None else rows[:, linear.order]
-            self._store(first, *to_grouped(rows, linear.bits, linear.group), None)
+            rows = rows if weights.order is None else rows[:, weights.order]
+            found = to_mxfp4(rows) if weights.floats else to_grouped(rows, weights.bits, weights.group)
+            self._store(first, *found, None)
 
     def keeps(self, scheme: Scheme) -> bool:
         """Return whether ``copy_quantized`` takes weights of ``scheme``."""
-        linear = self._linear
+        weights = self._weights
         rows, columns = scheme.block or (1, ALL)
         return (
             scheme.kind == "int"
-            and scheme.bits == linear.bits
+            and not weights.floats
+            and scheme.bits == weights.bits
             and rows in (ALL, 1)
-            and (columns or linear.inputs) % linear.group == 0
-            and (linear.offsets is not None or not scheme.zeros or scheme.symmetric)
-            and (linear.order is not None or not scheme.act_order)
+            and (columns or self._inputs) % weights.group == 0
+            and (weights.offsets is not None or not scheme.zeros or scheme.symmetric)
+            and (weights.order is not None or not scheme.act_order)
         )
 
     def check_quantized(self, weight: QuantizedWeight) -> None:
@@ -177,14 +240,14 @@ class GroupedRows:
         if weight.columns is not None:
             self._sorted(weight.columns)
         scales, places = self._factors(weight)
-        groups = self._linear.inputs // self._linear.group
+        groups = self._inputs // self._weights.group
         if len(scales) not in (1, self.shape[0]) or groups % scales.shape[1]:
             raise ValueError(
                 f"scales {list(scales.shape)} for {self.shape[0]} outputs and {groups} groups: expected a row for each"
                 " output, or one row, and a divisor of the groups"
             )
         # NaN comes from a scale that is not finite.
-        if self._linear.offsets is None and places is not None and bool((places.abs() > 0).any()):
+        if self._weights.offsets is None and places is not None and bool((places.abs() > 0).any()):
             raise ValueError("it has zero points, and its settings say that it has none")
 
     def copy_quantized(self, weight: QuantizedWeight) -> None:
@@ -194,10 +257,10 @@ class GroupedRows:
         """
         self.check_quantized(weight)
         codes, columns = weight.codes, weight.columns
-        linear = self._linear
+        weights = self._weights
         if columns is not None:
             codes = codes[:, self._ordered(columns)]
-        elif linear.order is not None and not torch.equal(linear.order, torch.arange(linear.inputs).to(self.device)):
+        elif weights.order is not None and not torch.equal(weights.order, torch.arange(self._inputs).to(self.device)):
             raise ValueError("the parts of the layer have different orders of inputs; store them in separate layers")
         scales, places = self._factors(weight)
         for first in range(0, len(codes), _QUANTIZED_ROWS):
@@ -209,40 +272,40 @@ class GroupedRows:
 
     def copy_to(self, rows: torch.Tensor) -> None:
         """Copy the first values, as the product reads them, to ``rows [rows, inputs]`` float32."""
-        rows.copy_(self._linear.dequantized(self._start, self._start + len(rows)))
+        rows.copy_(self._weights.dequantized(self._start, self._start + len(rows)))
 
     def _shift(self, codes: torch.Tensor) -> int:
         """Return what is added to ``codes``, which are int8 or uint8, before they are stored."""
-        return middle(self._linear.bits) if codes.dtype == torch.int8 else 0
+        return middle(self._weights.bits) if codes.dtype == torch.int8 else 0
 
     def _factors(self, weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the scales of ``weight`` in float32, and the offsets of its groups, of the same shape, or None."""
         scales, zeros, shift = weight.scales.float(), weight.zeros, self._shift(weight.codes)
         if zeros is None and shift:
             return scales, None
-        return scales, (middle(self._linear.bits) - shift - (0 if zeros is None else zeros.float())) * scales
+        return scales, (middle(self._weights.bits) - shift - (0 if zeros is None else zeros.float())) * scales
 
     def _of_rows(self, blocks: torch.Tensor, part: slice) -> torch.Tensor:
         """Return the values of the rows ``part``, ``[rows, groups]``. ``blocks`` are for one row or for all rows."""
         rows = blocks if len(blocks) == 1 else blocks[part]
-        groups = self._linear.inputs // self._linear.group
+        groups = self._inputs // self._weights.group
         return rows.to(self.device).repeat_interleave(groups // blocks.shape[1], dim=1)
 
     def _store(self, first: int, codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None) -> None:
         """Store ``codes [rows, inputs]`` with ``scales`` and ``offsets [rows or 1, groups]`` from row ``first``."""
-        linear, start = self._linear, self._start + first
+        weights, start = self._weights, self._start + first
         place = slice(start, start + len(codes))
-        linear.codes[place] = codes if linear.bits == 8 else packed(codes, linear.tile)
-        linear.scales[:, place] = scales.t()
-        if linear.offsets is not None:
-            linear.offsets[:, place] = 0 if offsets is None else offsets.t()
+        weights.codes[place] = codes if weights.bits == 8 else packed(codes, weights.tile)
+        weights.scales[:, place] = scales.t()
+        if weights.offsets is not None:
+            weights.offsets[:, place] = 0 if offsets is None else offsets.t()
 
     def _sorted(self, columns: torch.Tensor) -> torch.Tensor:
         """Return the inputs sorted by their group.
 
         Raises ``ValueError`` if the layer stores no order of inputs, or the groups have different sizes.
         """
-        if self._linear.order is None:
+        if self._weights.order is None:
             raise ValueError(
                 "inputs of a group are not neighbours (g_idx), and the settings say that they are (desc_act)"
             )
@@ -253,7 +316,7 @@ class GroupedRows:
 
     def _ordered(self, columns: torch.Tensor) -> torch.Tensor:
         """Return the inputs sorted by their group, and store them in the layer."""
-        order, stored = self._sorted(columns), self._linear.order
+        order, stored = self._sorted(columns), self._weights.order
         assert stored is not None
         if self._start and not torch.equal(stored, order.to(self.device)):
             raise ValueError("the parts of the layer have different orders of inputs; store them in separate layers")

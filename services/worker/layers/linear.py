@@ -1,6 +1,7 @@
 """Linear layers. Projections of the same input are stored as one matrix."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -69,3 +70,10 @@ class Linear(nn.Module):
 AnyLinear = Linear | Fp8Linear | BlockFp8Linear | GroupedLinear | IntegerLinear | PanelLinear
 # Creates a linear layer from (inputs, outputs, bias).
 LinearMaker = Callable[[int, int | Sequence[int], bool], AnyLinear]
+
+
+class LayerLinears(NamedTuple):
+    """The constructors of linear layers of a layer of the model."""
+
+    projections: LinearMaker
+    experts: LinearMaker  # experts of a mixture are stored as the weights of these

@@ -16,15 +16,17 @@ import triton.language as tl
 from services.worker.described.layer import Activation
 from services.worker.layers.block_fp8 import BLOCK
 from services.worker.layers.expert_tiles import MOST_STREAMED_PAIRS, ExpertTiles, Tile, choose_tiles
-from services.worker.layers.experts import ExpertWeights, Routes, has_blocks
+from services.worker.layers.experts import ExpertWeights, Routes, grouped_weights, has_blocks, has_groups
 from services.worker.layers.operators import operator
 from services.worker.layers.triton_activations import gated
+from services.worker.layers.triton_grouped_wide import add_tile
 from services.worker.layers.triton_overlap import load_float_in_place
 from services.worker.layers.triton_routing import Blocks, sort_pairs
 from services.worker.layers.triton_rows import quantize
 
 _STREAMED_ROWS = 16  # the smallest number of rows of a product on tensor cores
 _FEWEST_ROWS_FIRST = 64  # with fewer rows, the matrix is the first factor, as tensor cores of Hopper need 64 rows
+_MOST_SCALED_SUMS = 32  # the largest number of rows whose sums are scaled instead of ``GroupedWeights``
 _SUMMED = 4096  # values per program of the sum
 
 
@@ -32,15 +34,19 @@ _SUMMED = 4096  # values per program of the sum
 def _products(x, x_scale, matrices, scales, biases, output, sorted_pairs, block_experts, block_count, first, pairs,
               EXPERTS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SHARED_BY: tl.constexpr,
               ACTIVATION: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, STREAMED: tl.constexpr,
-              MATRIX_FIRST: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCK_OUT: tl.constexpr,
-              BLOCK_IN: tl.constexpr, IN_PLACE: tl.constexpr):  # fmt: skip
+              MATRIX_FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+              BLOCK_IN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+              OFFSETS: tl.constexpr, FLOATS: tl.constexpr, SCALE_SUMS: tl.constexpr,
+              ASM: tl.constexpr):  # fmt: skip
     """Multiply a block of pairs by ``BLOCK_OUT`` rows of its expert's matrix. Grid: ``(blocks * tiles,)``.
 
     ``SHARED_BY``: number of consecutive pairs that have the same row of ``x``. ``ACTIVATION``: None, or the activation
     of the gate; rows of gate and up then alternate in a tile. ``SCALED``: 0 if rows and matrices are not in fp8, 1 if
     each of their rows has a scale, else the size of square blocks of a matrix that have a scale; a row then has a scale
     for each block of columns. ``STREAMED``: each pair is a block, and ``block_experts`` are the experts of the pairs,
-    counted over all ranks. ``IN_PLACE``: load scales in the layout in which they are used.
+    counted over all ranks. ``BLOCKS``: number of blocks that follow each other in a group. ``BITS``: 0, or the bits of
+    ``GroupedWeights``, which are the first factor of the product. ``GROUP``, ``TILE`` and ``OFFSETS`` are
+    then theirs, and ``FLOATS`` and ``SCALE_SUMS`` are as in ``add_tile``. ``ASM``: use PTX.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     RESULTS: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
@@ -62,10 +68,10 @@ def _products(x, x_scale, matrices, scales, biases, output, sorted_pairs, block_
         count = tl.load(block_count)
         if program >= count * TILES:
             return
-        before = program // (GROUP * TILES) * GROUP
-        size = tl.minimum(count - before, GROUP)
-        block = before + program % (GROUP * TILES) % size
-        tile = program % (GROUP * TILES) // size
+        before = program // (BLOCKS * TILES) * BLOCKS
+        size = tl.minimum(count - before, BLOCKS)
+        block = before + program % (BLOCKS * TILES) % size
+        tile = program % (BLOCKS * TILES) // size
         expert = tl.load(block_experts + block)
         pair = tl.load(sorted_pairs + block * ROWS + members)
         used = pair < pairs
@@ -89,45 +95,58 @@ def _products(x, x_scale, matrices, scales, biases, output, sorted_pairs, block_
         tl.static_assert(SCALED % RESULTS == 0, "the results of a tile have one scale, with the gate two")
         x_rows = pairs // SHARED_BY
         scales += (expert.to(tl.int64) * LINES + tile * RESULTS // SCALED) * COLUMNS
-        row_scale = load_float_in_place(x_scale + row, IN_PLACE)
+        row_scale = load_float_in_place(x_scale + row, ASM)
         matrix_scale = tl.load(scales)
         if GATED:
             up_scale = tl.load(scales + SIZE // SCALED * COLUMNS)
     total = tl.zeros((BLOCK_OUT, ROWS) if MATRIX_FIRST else (ROWS, BLOCK_OUT), tl.float32)
-    for start in range(0, INPUTS, BLOCK_IN):
-        columns = start + offsets
-        if MATRIX_FIRST:
-            if EVEN:
-                left = tl.load(matrix[:, None] + columns[None, :])
-                right = tl.load(rows[None, :] + columns[:, None])
+    if BITS > 0:
+        WIDTH: tl.constexpr = TILE * BITS // 8
+        FACTORS: tl.constexpr = INPUTS // GROUP * OUTPUTS  # scales of an expert, or its offsets
+        places = tl.arange(0, WIDTH)
+        codes = matrices + lines_of_expert[:, None] * (INPUTS * BITS // 8) + places[None, :]
+        factors = scales + expert.to(tl.int64) * (FACTORS * 2 if OFFSETS else FACTORS) + source
+        for start in range(0, INPUTS, TILE):
+            group = factors + start // GROUP * OUTPUTS
+            total = add_tile(
+                total, codes + start * BITS // 8, rows[None, :] + (start + places)[:, None], group, group + FACTORS,
+                used[None, :], OUTPUTS, BITS, GROUP, TILE, OFFSETS, FLOATS, SCALE_SUMS, ASM,
+            )  # fmt: skip
+    else:
+        for start in range(0, INPUTS, BLOCK_IN):
+            columns = start + offsets
+            if MATRIX_FIRST:
+                if EVEN:
+                    left = tl.load(matrix[:, None] + columns[None, :])
+                    right = tl.load(rows[None, :] + columns[:, None])
+                else:
+                    left = tl.load(matrix[:, None] + columns[None, :], (columns < INPUTS)[None, :], other=0.0)
+                    right = tl.load(rows[None, :] + columns[:, None], (columns < INPUTS)[:, None], other=0.0)
             else:
-                left = tl.load(matrix[:, None] + columns[None, :], (columns < INPUTS)[None, :], other=0.0)
-                right = tl.load(rows[None, :] + columns[:, None], (columns < INPUTS)[:, None], other=0.0)
-        else:
-            if EVEN:
-                left = tl.load(rows[:, None] + columns[None, :])
-                right = tl.load(matrix[None, :] + columns[:, None])
+                if EVEN:
+                    left = tl.load(rows[:, None] + columns[None, :])
+                    right = tl.load(matrix[None, :] + columns[:, None])
+                else:
+                    left = tl.load(rows[:, None] + columns[None, :], (columns < INPUTS)[None, :], other=0.0)
+                    right = tl.load(matrix[None, :] + columns[:, None], (columns < INPUTS)[:, None], other=0.0)
+            if SCALED > 1:
+                following = tl.minimum((start + BLOCK_IN) // SCALED, COLUMNS - 1)
+                next_row_scale = load_float_in_place(x_scale + following.to(tl.int64) * x_rows + row, ASM)
+                next_matrix_scale = tl.load(scales + following)
+                product = tl.dot(left, right)
+                if GATED:
+                    next_up_scale = tl.load(scales + SIZE // SCALED * COLUMNS + following)
+                    line_scales = tl.where(lines % 2 == 0, matrix_scale, up_scale)
+                    product *= line_scales[:, None] if MATRIX_FIRST else line_scales[None, :]
+                    up_scale = next_up_scale
+                    total += product * (row_scale[None, :] if MATRIX_FIRST else row_scale[:, None])
+                else:
+                    factor = row_scale * matrix_scale
+                    total += product * (factor[None, :] if MATRIX_FIRST else factor[:, None])
+                matrix_scale = next_matrix_scale
+                row_scale = next_row_scale
             else:
-                left = tl.load(rows[:, None] + columns[None, :], (columns < INPUTS)[None, :], other=0.0)
-                right = tl.load(matrix[None, :] + columns[:, None], (columns < INPUTS)[:, None], other=0.0)
-        if SCALED > 1:
-            following = tl.minimum((start + BLOCK_IN) // SCALED, COLUMNS - 1)
-            next_row_scale = load_float_in_place(x_scale + following.to(tl.int64) * x_rows + row, IN_PLACE)
-            next_matrix_scale = tl.load(scales + following)
-            product = tl.dot(left, right)
-            if GATED:
-                next_up_scale = tl.load(scales + SIZE // SCALED * COLUMNS + following)
-                line_scales = tl.where(lines % 2 == 0, matrix_scale, up_scale)
-                product *= line_scales[:, None] if MATRIX_FIRST else line_scales[None, :]
-                up_scale = next_up_scale
-                total += product * (row_scale[None, :] if MATRIX_FIRST else row_scale[:, None])
-            else:
-                factor = row_scale * matrix_scale
-                total += product * (factor[None, :] if MATRIX_FIRST else factor[:, None])
-            matrix_scale = next_matrix_scale
-            row_scale = next_row_scale
-        else:
-            total = tl.dot(left, right, total, input_precision="ieee")
+                total = tl.dot(left, right, total, input_precision="ieee")
 
     if MATRIX_FIRST:
         total = tl.trans(total)
@@ -222,7 +241,12 @@ def _mix(
         Routes(experts, weights),
         ExpertWeights(gate_up, down, gate_up_bias, down_bias, first, gate_up_scale, down_scale),
         activation,
-        choose_tiles(experts.numel(), gate_up.shape[0], gate_up.itemsize, blocks=has_blocks(gate_up_scale)),
+        choose_tiles(
+            experts.numel(),
+            gate_up.shape[0],
+            gate_up.itemsize,
+            blocks=has_blocks(gate_up_scale) or has_groups(gate_up_scale),
+        ),
         streamed=experts.numel() <= MOST_STREAMED_PAIRS,
         output=output,
         add=add,
@@ -249,7 +273,7 @@ def mix_with_tiles(
     if streamed:
         tiles = tiles._replace(rows=_STREAMED_ROWS)
     grouping = _Grouping(pairs, chosen, weights.first, blocks, routes.experts, tiles)
-    width, hidden = weights.down.shape[2], weights.down.shape[1]
+    width, hidden = weights.gate_up.shape[1] // 2, weights.down.shape[1]
     inner, rows = x.new_empty(pairs, width), x.new_empty(pairs, hidden)
     _launch(grouping, x, weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, inner, activation)
     _launch(grouping, inner, weights.down, weights.down_scale, weights.down_bias, rows, None)
@@ -274,16 +298,23 @@ def _launch(
     blocks, tiles = grouping.blocks or Blocks(*[grouping.experts] * 3), grouping.tiles
     tile: Tile = tiles.down if activation is None else tiles.gate_up
     shared_by = grouping.pairs // x.shape[0]
-    x_scale, scaled = x, 0
-    if scales is not None:
-        scaled = BLOCK if has_blocks(scales) else 1
-        x, x_scale = quantize(x, BLOCK if has_blocks(scales) else None)
-    experts, outputs, inputs = matrices.shape
+    experts, outputs, inputs = len(matrices), matrices.shape[1], x.shape[1]
+    x_scale, scaled, floats = x, 0, False
+    constants = {"INPUTS": inputs, "OUTPUTS": outputs, "BITS": 0, "GROUP": 0, "TILE": 0, "OFFSETS": False}
+    constants["ASM"] = x.device.type != "cpu"  # the interpreter of Triton, on CPUs, runs no PTX
+    if scales is not None and has_groups(scales):
+        weights = grouped_weights(matrices[0], scales[0], inputs)
+        constants, floats = weights.constants(), weights.floats
+    elif scales is not None:
+        block = BLOCK if has_blocks(scales) else None
+        scaled = block or 1
+        x, x_scale = quantize(x, block)
     results = tile.outputs if activation is None else tile.outputs // 2
     _products[(grouping.most_blocks * triton.cdiv(output.shape[1], results),)](
         x, x_scale, matrices, x if scales is None else scales, x if biases is None else biases, output, *blocks,
-        grouping.first, grouping.pairs, EXPERTS=experts, OUTPUTS=outputs, INPUTS=inputs, SHARED_BY=shared_by,
-        ACTIVATION=activation, SCALED=scaled, BIAS=biases is not None, STREAMED=grouping.blocks is None,
-        MATRIX_FIRST=tiles.rows < _FEWEST_ROWS_FIRST, ROWS=tiles.rows, GROUP=tiles.group, BLOCK_OUT=tile.outputs,
-        BLOCK_IN=tile.inputs, IN_PLACE=x.device.type != "cpu", num_warps=tile.warps, num_stages=tile.stages,
+        grouping.first, grouping.pairs, **constants, EXPERTS=experts, SHARED_BY=shared_by, ACTIVATION=activation,
+        SCALED=scaled, BIAS=biases is not None, STREAMED=grouping.blocks is None,
+        MATRIX_FIRST=bool(constants["BITS"]) or tiles.rows < _FEWEST_ROWS_FIRST, FLOATS=floats,
+        SCALE_SUMS=tiles.rows <= _MOST_SCALED_SUMS, ROWS=tiles.rows, BLOCKS=tiles.group, BLOCK_OUT=tile.outputs,
+        BLOCK_IN=tile.inputs, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

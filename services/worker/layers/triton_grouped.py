@@ -13,7 +13,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from services.worker.layers.gluon_grouped import LINES, WARPS, Sizes, grouped_wide
-from services.worker.layers.grouped import GroupedLinear, tile_size
+from services.worker.layers.grouped import GroupedWeights
 from services.worker.layers.operators import operator
 from services.worker.layers.triton_grouped_kernel import grouped_rows
 from services.worker.layers.triton_grouped_wide import grouped_dequantize, grouped_sum, grouped_tiles
@@ -39,51 +39,6 @@ _WIDE_MULTIPLE = 8  # of outputs, since rows of results begin at 16 bytes
 # Slots of the rings of rows and of codes, by the rows of a tile. They fit into the shared memory of Hopper.
 _WIDE_SLOTS = {32: (8, 5), 64: (8, 5), 128: (6, 4), 256: (4, 3)}
 _WIDE_SLOTS_8_BITS = _WIDE_SLOTS | {256: (4, 2)}
-
-
-class GroupedWeights(NamedTuple):
-    """The tensors of a ``GroupedLinear`` without an order of inputs."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    offsets: torch.Tensor | None
-    bias: torch.Tensor | None  # [outputs], of the rows' dtype
-    bits: int
-
-    @classmethod
-    def of(cls, linear: GroupedLinear) -> "GroupedWeights":
-        """Return the tensors of ``linear``."""
-        return cls(linear.codes, linear.scales, linear.offsets, linear.bias, linear.bits)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Numbers of outputs and inputs."""
-        outputs, size = self.codes.shape
-        return outputs, size * 8 // self.bits
-
-    @property
-    def group(self) -> int:
-        """Number of inputs that share a scale."""
-        return self.shape[1] // self.scales.shape[0]
-
-    @property
-    def tile(self) -> int:
-        """Number of inputs that are stored together."""
-        return tile_size(self.bits, self.group, self.shape[1])
-
-    def constants(self) -> dict[str, int | bool]:
-        """Return the arguments that all kernels take."""
-        outputs, inputs = self.shape
-        return {
-            "INPUTS": inputs,
-            "OUTPUTS": outputs,
-            "BITS": self.bits,
-            "GROUP": self.group,
-            "TILE": self.tile,
-            "OFFSETS": self.offsets is not None,
-            # The interpreter of Triton, on CPUs, runs no PTX.
-            "ASM": self.codes.device.type != "cpu",
-        }
 
 
 class RowsOptions(NamedTuple):
@@ -212,6 +167,8 @@ def grouped_product(
 ) -> torch.Tensor:
     """Return ``x @ weight.T + bias``, ``[rows, outputs]``, for ``x [rows, inputs]`` in bfloat16 or float16."""
     weights, rows = GroupedWeights(codes, scales, offsets, bias, bits), x.shape[0]
+    if weights.floats:
+        raise TypeError("there is no product of a linear layer with weights in MXFP4")
     x = x.contiguous()
     out = x.new_empty((rows, weights.shape[0]))
     if not rows:

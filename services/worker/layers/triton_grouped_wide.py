@@ -3,7 +3,14 @@
 import triton
 import triton.language as tl
 
-from services.worker.layers.triton_unpack import high_halves, low_halves, whole_bytes
+from services.worker.layers.triton_unpack import (
+    high_floats,
+    high_halves,
+    low_floats,
+    low_halves,
+    ones_like,
+    whole_bytes,
+)
 
 
 @triton.jit
@@ -13,6 +20,65 @@ def _scaled(values, scale, offset, OFFSETS: tl.constexpr):
     if OFFSETS:
         wide += offset[:, None]
     return wide.to(values.dtype)
+
+
+@triton.jit
+def _add(total, weights, ones, values, scale, offset, OFFSETS: tl.constexpr, SCALE_SUMS: tl.constexpr):
+    """Add the product of ``weights [outputs, inputs]`` of one group and ``values [inputs, rows]`` to ``total``."""
+    if SCALE_SUMS:
+        total += tl.dot(weights, values) * scale[:, None]
+        if OFFSETS:
+            total += tl.dot(ones, values) * offset[:, None]
+    else:
+        total = tl.dot(_scaled(weights, scale, offset, OFFSETS), values, total)
+    return total
+
+
+@triton.jit
+def _load_scale(scales, FLOATS: tl.constexpr):
+    """Load float32 scales, with ``FLOATS`` from their exponents of 8 bits."""
+    scale = tl.load(scales)
+    return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True) if FLOATS else scale
+
+
+@triton.jit
+def add_tile(total, codes, x, scales, offsets, inside, OUTPUTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+             TILE: tl.constexpr, OFFSETS: tl.constexpr, FLOATS: tl.constexpr, SCALE_SUMS: tl.constexpr,
+             ASM: tl.constexpr):  # fmt: skip
+    """Return ``total [outputs, rows]`` plus the product of a tile of ``TILE`` inputs.
+
+    ``codes [outputs, bytes]`` and ``x [bytes, rows]`` are pointers to the tile, ``scales`` and ``offsets [outputs]`` to
+    the factors of its first group. ``inside [1, rows]``: which rows exist. ``SCALE_SUMS``: scale the sums over the
+    inputs of a tile instead of the weights. ``FLOATS``: weights are in MXFP4. ``OUTPUTS`` and the other parameters are
+    those of ``grouped_rows``.
+    """
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    PAIRED: tl.constexpr = GROUP < TILE
+    packed = tl.load(codes)
+    scale = _load_scale(scales, FLOATS)
+    offset = tl.load(offsets) if OFFSETS else scale
+    values = tl.load(x, inside, other=0.0)
+    # The tensor cores also compute the sums of the inputs, in the layout of the products.
+    ones = ones_like(packed, DTYPE, ASM) if OFFSETS and SCALE_SUMS else packed
+    if BITS == 8:
+        total = _add(total, whole_bytes(packed, DTYPE, ASM), ones, values, scale, offset, OFFSETS, SCALE_SUMS)
+    else:
+        seconds = tl.load(x + TILE // 2, inside, other=0.0)
+        if FLOATS:
+            low, high = low_floats(packed, DTYPE, ASM), high_floats(packed, DTYPE, ASM)
+        else:
+            low, high = low_halves(packed, DTYPE, ASM), high_halves(packed, DTYPE, ASM)
+        if SCALE_SUMS and not PAIRED:
+            total += tl.dot(high, seconds, tl.dot(low, values)) * scale[:, None]
+            if OFFSETS:
+                total += tl.dot(ones, seconds, tl.dot(ones, values)) * offset[:, None]
+        else:
+            total = _add(total, low, ones, values, scale, offset, OFFSETS, SCALE_SUMS)
+            if PAIRED:
+                scale = _load_scale(scales + OUTPUTS, FLOATS)
+                offset = tl.load(offsets + OUTPUTS) if OFFSETS else scale
+            total = _add(total, high, ones, seconds, scale, offset, OFFSETS, SCALE_SUMS)
+    return total
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -41,12 +107,9 @@ def grouped_tiles(
     """Multiply ``ROWS`` rows by ``BLOCK_OUT`` weight rows. Grid: ``(blocks of rows, blocks of outputs, SPLITS)``.
 
     With several ``SPLITS``, each computes the sum over a part of the inputs, and ``out`` is ``[SPLITS, rows, OUTPUTS]``
-    float32 without bias. ``SCALE_SUMS``: scale the sums over the inputs of a tile instead of the weights. The other
-    parameters are those of ``grouped_rows``.
+    float32 without bias. ``SCALE_SUMS`` is as in ``add_tile``. The other parameters are those of ``grouped_rows``.
     """
-    DTYPE: tl.constexpr = x.dtype.element_ty
     WIDTH: tl.constexpr = TILE * BITS // 8
-    PAIRED: tl.constexpr = GROUP < TILE
     STEPS: tl.constexpr = (INPUTS // TILE + SPLITS - 1) // SPLITS * TILE
 
     columns = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -61,33 +124,10 @@ def grouped_tiles(
     first = split * STEPS
     for start in tl.range(first, min(first + STEPS, INPUTS), TILE, num_stages=STAGES):
         group = start // GROUP * OUTPUTS + source
-        packed = tl.load(code_pointers + start * BITS // 8)
-        scale = tl.load(scales + group)
-        offset = tl.load(offsets + group) if OFFSETS else scale
-        values = tl.load(x_pointers + start, inside, other=0.0)
-        if BITS == 8:
-            weights = whole_bytes(packed, DTYPE, ASM)
-            if SCALE_SUMS:
-                total += tl.dot(weights, values) * scale[:, None]
-            else:
-                total = tl.dot(_scaled(weights, scale, offset, OFFSETS), values, total)
-        else:
-            seconds = tl.load(x_pointers + start + WIDTH, inside, other=0.0)
-            low, high = low_halves(packed, DTYPE, ASM), high_halves(packed, DTYPE, ASM)
-            if PAIRED:
-                second_scale = tl.load(scales + group + OUTPUTS)
-                second_offset = tl.load(offsets + group + OUTPUTS) if OFFSETS else second_scale
-            else:
-                second_scale, second_offset = scale, offset
-            if SCALE_SUMS:
-                if PAIRED:
-                    total += tl.dot(low, values) * scale[:, None]
-                    total += tl.dot(high, seconds) * second_scale[:, None]
-                else:
-                    total += tl.dot(high, seconds, tl.dot(low, values)) * scale[:, None]
-            else:
-                total = tl.dot(_scaled(low, scale, offset, OFFSETS), values, total)
-                total = tl.dot(_scaled(high, second_scale, second_offset, OFFSETS), seconds, total)
+        total = add_tile(
+            total, code_pointers + start * BITS // 8, x_pointers + start, scales + group, offsets + group, inside,
+            OUTPUTS, BITS, GROUP, TILE, OFFSETS, False, SCALE_SUMS, ASM,
+        )  # fmt: skip
     if BIAS:
         total += tl.load(bias + source).to(tl.float32)[:, None]
     out_rows = split.to(tl.int64) * rows + members

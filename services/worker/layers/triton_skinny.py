@@ -11,7 +11,8 @@ import torch
 import triton
 
 from services.worker.layers.block_fp8 import BLOCK
-from services.worker.layers.triton_grouped import GroupedWeights, choose_rows, launch_rows
+from services.worker.layers.grouped import GroupedWeights
+from services.worker.layers.triton_grouped import choose_rows, launch_rows
 from services.worker.layers.triton_overlap import overlapping, overlaps
 from services.worker.layers.triton_skinny_kernel import product
 from services.worker.layers.triton_stream import norm_rows, stream

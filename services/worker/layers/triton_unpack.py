@@ -1,8 +1,11 @@
-"""Conversion of packed integers to 16-bit floats, for Triton kernels.
+"""Conversion of packed integers, and of floats of 4 bits, to 16-bit floats, for Triton kernels.
 
 A byte becomes the low bits of a float whose exponent makes these bits its integer part: 128 to 143 in bfloat16, 1024 to
 1279 in float16. One subtraction for two values then gives the signed integer exactly. A conversion instruction for each
 value would take longer than reading the value from memory.
+
+Sign, exponent and significand of a float of 4 bits (E2M1) are moved to the places that they have in a 16-bit float. The
+difference of the exponents' biases is then missing, so a product with a power of two gives the value exactly.
 """
 
 import triton
@@ -35,6 +38,22 @@ _BF16_BYTES = tl.constexpr(
     " sub.f32 c, c, 0f4B000080; sub.f32 d, d, 0f4B000080;"
     " cvt.rn.bf16x2.f32 $0, b, a; cvt.rn.bf16x2.f32 $1, d, c; }"
 )
+_FLOATS = (
+    "{{ .reg .b32 bytes, lanes, signs, none, power, zero;"
+    " mov.b32 bytes, $2; mov.b32 none, 0; mov.b32 power, {power}; mov.b32 zero, 0x80008000;"
+    " prmt.b32 lanes, bytes, none, 0x1404; shl.b32 signs, lanes, {signs}; {shift}"
+    " and.b32 signs, signs, 0x80008000; and.b32 lanes, lanes, {places}; or.b32 lanes, lanes, signs;"
+    " fma.rn.{kind} $0, lanes, power, zero;"
+    " prmt.b32 lanes, bytes, none, 0x3424; shl.b32 signs, lanes, {signs}; {shift}"
+    " and.b32 signs, signs, 0x80008000; and.b32 lanes, lanes, {places}; or.b32 lanes, lanes, signs;"
+    " fma.rn.{kind} $1, lanes, power, zero; }}"
+)
+_BF16_E2M1 = {"kind": "bf16x2", "power": "0x7E807E80", "places": "0x01C001C0"}  # 2 to the power of 126
+_FP16_E2M1 = {"kind": "f16x2", "power": "0x74007400", "places": "0x0E000E00"}  # 2 to the power of 14
+_BF16_LOW_FLOATS = tl.constexpr(_FLOATS.format(signs=4, shift="shr.b32 lanes, lanes, 2;", **_BF16_E2M1))
+_BF16_HIGH_FLOATS = tl.constexpr(_FLOATS.format(signs=0, shift="shr.b32 lanes, lanes, 6;", **_BF16_E2M1))
+_FP16_LOW_FLOATS = tl.constexpr(_FLOATS.format(signs=4, shift="shl.b32 lanes, lanes, 1;", **_FP16_E2M1))
+_FP16_HIGH_FLOATS = tl.constexpr(_FLOATS.format(signs=0, shift="shr.b32 lanes, lanes, 3;", **_FP16_E2M1))
 _BF16_ONES = tl.constexpr("{ mov.b32 $0, 0x3F803F80; mov.b32 $1, 0x3F803F80; }")
 _FP16_ONES = tl.constexpr("{ mov.b32 $0, 0x3C003C00; mov.b32 $1, 0x3C003C00; }")
 
@@ -65,6 +84,26 @@ def high_halves(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
 def whole_bytes(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Return each byte minus 128, as ``low_halves`` does."""
     return _run(codes, _BF16_BYTES, _FP16_BYTES, DTYPE) if ASM else (codes.to(tl.int32) - 128).to(DTYPE)
+
+
+@triton.jit
+def _float(codes, DTYPE: tl.constexpr):
+    """Return the floats of ``codes`` from 0 to 15. Four times a float is an integer."""
+    exponent, significand = (codes >> 1) & 3, (codes & 1).to(tl.int32)
+    size = tl.where(exponent == 0, 2 * significand, (2 + significand) << exponent.to(tl.int32))
+    return (tl.where(codes >= 8, -size, size).to(tl.float32) / 4).to(DTYPE)
+
+
+@triton.jit
+def low_floats(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Return the floats of the low four bits of each byte, as ``low_halves`` does."""
+    return _run(codes, _BF16_LOW_FLOATS, _FP16_LOW_FLOATS, DTYPE) if ASM else _float(codes & 15, DTYPE)
+
+
+@triton.jit
+def high_floats(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Return the floats of the high four bits of each byte, as ``low_halves`` does."""
+    return _run(codes, _BF16_HIGH_FLOATS, _FP16_HIGH_FLOATS, DTYPE) if ASM else _float(codes >> 4, DTYPE)
 
 
 @triton.jit

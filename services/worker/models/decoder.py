@@ -20,12 +20,12 @@ from services.worker.layers.fp8 import Quantized
 from services.worker.layers.grouped import GroupedLinear
 from services.worker.layers.integers import IntegerLinear
 from services.worker.layers.kernels import LayerKernels
-from services.worker.layers.linear import AnyLinear, Linear, LinearMaker
+from services.worker.layers.linear import AnyLinear, LayerLinears, Linear, LinearMaker
 from services.worker.layers.panels import PanelLinear
 from services.worker.layers.rotary import Rotary
 from services.worker.models.attention import Attention
 from services.worker.models.base import Compile, RankModel
-from services.worker.models.experts import Experts, storage_like
+from services.worker.models.experts import Experts
 from services.worker.models.load_targets import load_targets
 from services.worker.models.mlp import Mlp
 from services.worker.models.vocabulary import VocabularyLayers
@@ -83,7 +83,7 @@ class DecoderLayer(nn.Module):
         config: ModelConfig,
         layer: LayerConfig,
         kernels: LayerKernels,
-        linear: LinearMaker,
+        linears: LayerLinears,
         adds_in_product: bool,
         *,
         adds_bias: bool = True,
@@ -103,15 +103,14 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = _norm_weight(config) if before else None
         self.mlp_output_norm = _norm_weight(config) if after else None
         self.adds_in_product = adds_in_product and not after
-        self.attention = Attention(config, layer.attention, kernels, linear, adds_bias=adds_bias)
+        self.attention = Attention(config, layer.attention, kernels, linears.projections, adds_bias=adds_bias)
         self.quantizes = self.attention.qkv.quantizes
         self.mlp: Mlp | Experts
         if isinstance(layer.mlp, ExpertsConfig):
-            storage = storage_like(self.attention.qkv)
-            self.mlp = Experts(config.hidden_size, layer.mlp, kernels, linear, storage=storage, adds_bias=adds_bias)
+            self.mlp = Experts(config.hidden_size, layer.mlp, kernels, linears, adds_bias=adds_bias)
         else:
             width = config.intermediate_size
-            self.mlp = Mlp(config.hidden_size, width, layer.mlp, kernels, linear, adds_bias=adds_bias)
+            self.mlp = Mlp(config.hidden_size, width, layer.mlp, kernels, linears.projections, adds_bias=adds_bias)
 
     def forward(
         self,
@@ -234,7 +233,7 @@ class DecoderModel(RankModel):
         device: torch.device,
         kernels: LayerKernels,
         linear: LinearMaker = Linear,
-        makers: Sequence[LinearMaker] | None = None,
+        makers: Sequence[LayerLinears] | None = None,
         *,
         adds_in_product: bool = False,
         ranks: Ranks = ONE_RANK,
@@ -243,7 +242,7 @@ class DecoderModel(RankModel):
         """Create uninitialised weights for a rank of the model that ``config`` describes.
 
         ``adds_in_product`` is as in ``DecoderLayer``. It changes results by rounding only, and needs ``tp_size`` 1.
-        ``layers`` are the layers of this stage; None means all. ``makers`` has the constructor of the linear layers of
+        ``layers`` are the layers of this stage; None means all. ``makers`` has the constructors of the linear layers of
         each; None means ``linear``, which makes the head. Raises ``ValueError``.
         """
         super().__init__()
@@ -260,7 +259,9 @@ class DecoderModel(RankModel):
         with torch.device(device), _default_dtype(dtype):
             modules = (
                 DecoderLayer(self.local, layer, kernels, maker, adds_in_product, adds_bias=ranks.tp_rank == 0)
-                for layer, maker in zip(self.local.layers, makers or [linear] * len(stage), strict=True)
+                for layer, maker in zip(
+                    self.local.layers, makers or [LayerLinears(linear, linear)] * len(stage), strict=True
+                )
             )
             self.layers = cast("Sequence[DecoderLayer]", nn.ModuleList(modules))
             self.norm = _norm_weight(config) if self.last else None

@@ -1,6 +1,6 @@
 """A mixture of experts, which replaces the MLP of a layer."""
 
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -8,17 +8,14 @@ from torch import nn
 
 from services.worker.described.layer import ExpertsConfig, MlpConfig
 from services.worker.layers.block_fp8 import BLOCK, BlockFp8Linear, BlockRows, blocks_of
-from services.worker.layers.experts import ExpertWeights
-from services.worker.layers.fp8 import FP8, Fp8Linear, Quantized, QuantizedRows
-from services.worker.layers.integers import IntegerLinear, IntegerRows, zero_panels
+from services.worker.layers.experts import ExpertWeights, grouped_weights
+from services.worker.layers.fp8 import Fp8Linear, Quantized, QuantizedRows
+from services.worker.layers.grouped import GroupedLinear, GroupedRows
+from services.worker.layers.integers import IntegerLinear, IntegerRows
 from services.worker.layers.kernels import LayerKernels
-from services.worker.layers.linear import AnyLinear, LinearMaker
+from services.worker.layers.linear import LayerLinears, LinearMaker
 from services.worker.models.mlp import Mlp
 from services.worker.parallel.exchange import Exchange
-
-# How experts are stored: in the model's dtype; in fp8 with a scale for each row, or for each block of 128 x 128; or on
-# CPUs as integers, as in ``IntegerLinear``.
-ExpertStorage: TypeAlias = Literal["dtype", "fp8", "fp8_blocks", "int8", "int4"]
 
 
 class Experts(nn.Module):
@@ -44,24 +41,18 @@ class Experts(nn.Module):
         hidden_size: int,
         features: ExpertsConfig,
         kernels: LayerKernels,
-        linear: LinearMaker,
+        linears: LayerLinears,
         *,
-        storage: ExpertStorage = "dtype",
         adds_bias: bool = True,
     ) -> None:
         """Create uninitialised weights for ``features``, this rank's share of the experts.
 
         If ``adds_bias`` is false, experts of which this rank has a share have no bias in the last product, because
-        another rank adds it. Raises ``ValueError`` if the sizes do not allow ``storage``.
+        another rank adds it. Raises ``ValueError`` if the layers of ``linears`` do not support the sizes.
         """
         super().__init__()
         self.kernels, self.features = kernels, features
         count, width = len(features.local), features.width
-        if storage == "fp8_blocks" and width % BLOCK:
-            raise ValueError(
-                f"an expert's width of {width} on each rank: with scales of blocks it must be a multiple of {BLOCK};"
-                " use expert_parallel=T or a smaller tp_size, or dequantize the weights"
-            )
         self.router = _parameter(features.count, hidden_size)
         self.router_bias = _parameter(features.count) if features.router.bias else None
         correction = torch.empty(features.count, dtype=torch.float32) if features.router.correction_bias else None
@@ -72,15 +63,14 @@ class Experts(nn.Module):
         adds_bias = adds_bias or features.held is not None
         self.gate_up_bias = _parameter(count, 2 * width) if features.expert_bias else None
         self.down_bias = _parameter(count, hidden_size) if features.expert_bias and adds_bias else None
-        shapes = {"gate_up": (count, 2 * width, hidden_size), "down_matrix": (count, hidden_size, width)}
-        for name, shape in shapes.items():
-            matrices, scale = _empty(storage, shape)
+        for name, inputs, outputs in (("gate_up", hidden_size, [width] * 2), ("down_matrix", width, [hidden_size])):
+            matrices, scale = _stacked(linears.experts, count, inputs, outputs)
             self.register_buffer(name, matrices)
             self.register_buffer(f"{name}_scale", scale)
         self.shared = self.shared_gate = None
         if features.shared_width:
             mlp = MlpConfig(activation=features.activation)
-            self.shared = Mlp(hidden_size, features.shared_width, mlp, kernels, linear)
+            self.shared = Mlp(hidden_size, features.shared_width, mlp, kernels, linears.projections)
             self.shared_gate = _parameter(1, hidden_size) if features.shared_gate else None
 
     @property
@@ -147,49 +137,51 @@ class Experts(nn.Module):
         halves = {"gate_proj": slice(0, width), "up_proj": slice(width, 2 * width), "down_proj": slice(0, hidden)}
         targets: dict[str, Any] = {}
         for name, rows in halves.items():
-            matrix, bias, scale = weights.gate_up, weights.gate_up_bias, weights.gate_up_scale
+            matrix, bias, scale, inputs = weights.gate_up, weights.gate_up_bias, weights.gate_up_scale, hidden
             if name == "down_proj":
-                matrix, bias, scale = weights.down, weights.down_bias, weights.down_scale
+                matrix, bias, scale, inputs = weights.down, weights.down_bias, weights.down_scale, width
             own = None if scale is None else scale[index]
-            targets[f"{prefix}.{name}.weight"] = _target(matrix[index], own, rows)
+            targets[f"{prefix}.{name}.weight"] = _target(matrix[index], own, rows, inputs)
             if bias is not None:
                 targets[f"{prefix}.{name}.bias"] = bias[index][rows]
         return targets
 
 
-def storage_like(linear: AnyLinear) -> ExpertStorage:
-    """Return the storage of experts in a layer that has ``linear``. On GPUs, there is no product of integer experts."""
-    if isinstance(linear, IntegerLinear):
-        return "int8" if linear.bits == 8 else "int4"
-    if isinstance(linear, BlockFp8Linear):
-        return "fp8_blocks"
-    return "fp8" if isinstance(linear, Fp8Linear) else "dtype"
+def _stacked(
+    linear: LinearMaker, count: int, inputs: int, outputs: list[int]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return zeros for ``count`` weights as those of ``linear``, and for their scales, as in ``ExpertWeights``.
 
-
-def _empty(storage: ExpertStorage, shape: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return weights ``[experts, outputs, inputs]`` without values, and their scales, as in ``ExpertWeights``."""
-    experts, outputs, inputs = shape
-    if storage in ("int8", "int4"):
-        return zero_panels(outputs, inputs, int(storage.removeprefix("int")), experts)
-    if storage == "dtype":
-        return torch.empty(shape), None
-    scales = (outputs,) if storage == "fp8" else (blocks_of(outputs), blocks_of(inputs))
-    return torch.empty(shape, dtype=FP8), torch.empty(experts, *scales, dtype=torch.float32)
+    Weights in the model's dtype are not initialised.
+    """
+    with torch.device("meta"):
+        one = linear(inputs, outputs, False)
+    if isinstance(one, GroupedLinear):
+        parts = one.codes, one.scales.expand(1 if one.offsets is None else 2, -1, -1)
+    elif isinstance(one, Fp8Linear):
+        parts = one.weight, one.scale[0]
+    elif isinstance(one, BlockFp8Linear | IntegerLinear):
+        parts = one.weight, one.scale
+    else:
+        return torch.empty(count, sum(outputs), inputs), None
+    weight, scale = (torch.zeros(count, *part.shape, dtype=part.dtype) for part in parts)
+    return weight, scale
 
 
 def _target(
-    matrix: torch.Tensor, scale: torch.Tensor | None, rows: slice
-) -> torch.Tensor | QuantizedRows | BlockRows | IntegerRows:
+    matrix: torch.Tensor, scale: torch.Tensor | None, rows: slice, inputs: int
+) -> torch.Tensor | QuantizedRows | BlockRows | GroupedRows | IntegerRows:
     """Return the load target of the outputs ``rows`` of an expert. ``scale`` is that of all its outputs."""
+    start, size = rows.start, rows.stop - rows.start
     if scale is None:
         return matrix[rows]
-    if matrix.dtype != FP8:
-        return IntegerRows(matrix, scale, rows.start, rows.stop - rows.start)
-    part = matrix[rows]
     if scale.dim() == 1:
-        return QuantizedRows(part, scale[rows].unsqueeze(0))
-    first = rows.start // BLOCK
-    return BlockRows(part, scale[first : first + blocks_of(len(part))])
+        return QuantizedRows(matrix[rows], scale[rows].unsqueeze(0))
+    if scale.dim() == 2:
+        return BlockRows(matrix[rows], scale[start // BLOCK :][: blocks_of(size)])
+    if scale.dim() == 3:
+        return GroupedRows(grouped_weights(matrix, scale, inputs), start, size)
+    return IntegerRows(matrix, scale, start, size)
 
 
 def _parameter(*shape: int) -> nn.Parameter:

@@ -17,9 +17,8 @@ from services.worker.attention.base import RotatingAttentionStep
 from services.worker.described.layer import AnyValue, SupportedValues, undeclared
 from services.worker.layers.block_fp8 import BlockFp8Linear
 from services.worker.layers.fp8 import Fp8Linear
-from services.worker.layers.grouped import GroupedLinear
+from services.worker.layers.grouped import GroupedLinear, GroupedWeights
 from services.worker.layers.linear import AnyLinear, Linear
-from services.worker.layers.triton_grouped import GroupedWeights
 from services.worker.layers.triton_skinny import (
     MOST_ROWS,
     LinearWeights,
