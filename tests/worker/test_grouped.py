@@ -229,11 +229,11 @@ def test_kernel_of_hopper_gives_what_dequantized_weights_give(rows, outputs, off
     linear = make(bits, group, inputs, outputs, bias=bias, offsets=offsets)
     if bias:
         linear.bias.data = linear.bias.to(dtype)
-    if not supports_wide(weights_of(linear)):
+    if not supports_wide(GroupedWeights.of(linear)):
         pytest.skip("this GPU has no tensor cores of Hopper")
     x = random(rows, inputs, dtype=dtype)
     out = torch.full((rows, outputs), torch.nan, dtype=dtype, device=DEVICE)
-    launch_wide(x, weights_of(linear), out)
+    launch_wide(x, GroupedWeights.of(linear), out)
     check(out, expected_product(x, linear))
 
 
@@ -244,7 +244,7 @@ def test_each_part_of_the_inputs_has_a_tile(inputs, outputs, bits):
     from services.worker.layers.triton_grouped import choose_wide
 
     with torch.device("meta"):
-        weights = weights_of(GroupedLinear(inputs, outputs, bits=bits))
+        weights = GroupedWeights.of(GroupedLinear(inputs, outputs, bits=bits))
     chosen = {rows: choose_wide(outputs, inputs, rows, weights) for rows in (17, 64, 65, 256, 257, 1025, 8192)}
     assert all(1 <= each.splits <= inputs // weights.tile for each in chosen.values())
     assert [each.rows for each in chosen.values()] == [32, 64, 128, 256, 256, 256, 256]
@@ -289,7 +289,7 @@ def test_a_start_on_hopper_runs_each_kernel_of_a_product(monkeypatch, inputs, ou
 
     monkeypatch.setattr(triton_grouped, "is_hopper", lambda _: True)
     with torch.device("meta"):
-        weights = weights_of(GroupedLinear(inputs, outputs, bits=4))
+        weights = GroupedWeights.of(GroupedLinear(inputs, outputs, bits=4))
     changes = triton_grouped.row_changes(weights)
     assert {9, 17, 33, 65, 129} <= set(changes)
     options = {rows: triton_grouped.choose_wide(outputs, inputs, rows, weights) for rows in range(33, 9000)}
