@@ -43,7 +43,10 @@ def batch_of(rows: list[tuple[int, int]], page_size: int) -> AttentionBatch:
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 64), (4, 4, 16), (8, 1, 128), (4, 2, 48)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [(6, 2, 64), (4, 4, 16), (8, 1, 128), (4, 2, 48), (7, 1, 24), (2, 2, 6), (3, 1, 1), (2, 1, 512)],
+)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fast_and_plain_attention_agree(dtype, rows, heads, kv_heads, head_dim, page_size):
@@ -140,6 +143,38 @@ def test_scores_far_apart_do_not_overflow():
     expected = PlainAttention(cache).step(batch, lambda: None).run(0, queries, keys, values)
     found = FastCpuAttention(cache, 2).step(batch, lambda: None).run(0, queries, keys, values)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("head_dim", [16, 6])
+@pytest.mark.parametrize("context", [1, 2, 17, 31])
+def test_what_is_behind_a_context_is_not_read(context, head_dim):
+    batch = batch_of([(context, 1)], 16)
+    cache = filled_cache(batch.page_table.size, 16, 1, head_dim)
+    queries, keys, values = (torch.ones(1, heads, head_dim) for heads in (2, 1, 1))
+    run = FastCpuAttention(cache, 2).step(batch, lambda: None).run
+    expected = run(0, queries, keys, values)
+    for stored in (cache.keys[0], cache.values[0]):
+        stored[batch.page_table[0, -1], :, (context - 1) % 16 + 1 :] = float("nan")
+    assert run(0, queries, keys, values).equal(expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 24, 4])
+def test_the_score_of_a_token_does_not_depend_on_the_scores_that_are_computed_with_it(head_dim):
+    """The first page of 17 tokens is scored at once in a page of 16 tokens, and token by token in pages of one."""
+    outputs = []
+    for page_size in (1, 16):
+        batch = batch_of([(17, 1)], page_size)
+        cache = KvCache(
+            layers=1, page_count=17, page_size=page_size, kv_heads=1, head_dim=head_dim, dtype=torch.float32,
+            device=torch.device("cpu"),
+        )  # fmt: skip
+        tokens = torch.randn(2, 17, head_dim, generator=torch.Generator().manual_seed(2))
+        for position in range(17):
+            page, offset = int(batch.page_table[0, position // page_size]), position % page_size
+            cache.keys[0][page, 0, offset], cache.values[0][page, 0, offset] = tokens[:, position]
+        queries, (keys, values) = tokens[0, :2].unsqueeze(0), tokens[:, 16:].unsqueeze(2)
+        outputs.append(FastCpuAttention(cache, 2).step(batch, lambda: None).run(0, queries, keys, values))
+    assert outputs[0].equal(outputs[1])
 
 
 def test_keys_that_are_not_numbers_reach_their_own_row_only():

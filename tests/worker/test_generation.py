@@ -8,6 +8,7 @@ from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.worker.boot.common import boot
 from services.worker.layers import matmul_cpu
+from services.worker.models.decoder import DecoderModel
 from tests.checkpoints import ARCHITECTURES
 from tests.e2e.samples import Sample, agreement
 from tests.worker.driver import Driver, admission, batch
@@ -212,6 +213,25 @@ def test_rows_may_leave_and_return_to_the_batch(checkpoint, reference, runner_fo
     for slots in ([1], [0], [], [0, 1]):
         driver.run(batch=batch(slots))
     assert driver.tokens == {slot: greedy(reference(checkpoint()), prompts[slot], 3) for slot in (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("compiled", "sampling", "rows"),
+    [(False, {}, [1, 1, 1]), (False, {"prompt_logprobs": 0}, [30, 30, 17]), (True, {}, [30, 30, 17])],
+)
+def test_the_last_layer_continues_with_the_tokens_that_are_needed(compiled, sampling, rows, runner_for, monkeypatch):
+    """A prompt of 77 tokens in chunks, of which the last samples. A chunk without samples continues with one token."""
+    seen, forward = [], DecoderModel.forward
+
+    def called(model, *arguments):
+        hidden = forward(model, *arguments)
+        seen.append(len(hidden))
+        return hidden
+
+    driver = runner_for(torch_num_threads=1, torch_compile=compiled)
+    monkeypatch.setattr(DecoderModel, "forward", called)
+    driver.generate([prompt_of(77)], 1, chunk=30, **sampling)
+    assert seen == rows
 
 
 def test_a_chunk_that_stops_short_samples_nothing(runner_for):

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from services.worker.attention.attend_cpu import new_scores
 from services.worker.attention.base import AttentionBackend, AttentionBatch, AttentionStep, LayerAttention, layer_rules
-from services.worker.attention.kernels import Storage, first_tokens, kernels, pages_of, score_rows
+from services.worker.attention.kernels import Storage, first_tokens, kernels, pages_of
 from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.plain import attend_paged
 
@@ -59,7 +60,7 @@ class FastCpuStep(AttentionStep):
             window: first_tokens(self._lengths, window) for window in {rules.window for rules in backend.layers}
         }
         longest = int(self._lengths.max(initial=1))
-        self._scores = np.empty((score_rows(backend.group), longest), np.float32)
+        self._scores = new_scores(backend.group, longest)
 
     def run(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         backend, batch = self._backend, self._batch

@@ -56,6 +56,7 @@ def compile_model(model: RankModel) -> None:
     # Compilers suggest to compute float32 with fewer bits. The results of a float32 model must keep full precision.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
     model.compile_layers(_compiled)
+    model.compiled = True
 
 
 def _compiled(function: Callable[..., Any], dimension: int) -> Callable[..., Any]:

@@ -11,18 +11,6 @@ _NAN = 0x7FC0
 
 
 @intrinsic
-def widened(context, value):
-    """Return ``value`` as float32. It is bfloat16, given as uint16, or float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if signature.args[0] == types.float32:
-            return arguments[0]
-        return builder.bitcast(builder.shl(builder.zext(arguments[0], _INTEGER), _INTEGER(16)), _FLOAT)
-
-    return types.float32(value), generate
-
-
-@intrinsic
 def narrowed(context, value, like):
     """Return the float32 ``value`` in the type of ``like``, which is float32, or uint16 for bfloat16.
 

@@ -59,6 +59,7 @@ class RankModel(nn.Module, ABC):
     windows: Windows
     quantizes: bool
     rotaries: Sequence[RotationTables]  # at least one
+    compiled: bool = False  # the layers are graphs, and calls of another kind would compile more of them
     may_wait: bool = False  # the code may make the host wait for the device, so that CUDA graphs cannot capture it
 
     @abstractmethod

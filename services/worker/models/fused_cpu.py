@@ -13,9 +13,10 @@ import numba
 import numpy as np
 import torch
 
+from services.worker.attention.attend_cpu import new_scores
 from services.worker.attention.base import AttentionBatch
 from services.worker.attention.fast_cpu import STORAGES
-from services.worker.attention.kernels import ELEMENTS, Storage, kernels, pages_of, score_rows
+from services.worker.attention.kernels import ELEMENTS, Storage, kernels, pages_of
 from services.worker.attention.kv_cache import KvCache
 from services.worker.described.config import ModelConfig
 from services.worker.described.layer import AnyValue, LayerConfig, MlpConfig, SupportedValues, undeclared
@@ -100,7 +101,7 @@ class FusedDecoder:
             self._norms,
             self._head_norms,
             *self._biases,
-            np.empty((score_rows(self._group), longest), np.float32),
+            new_scores(self._group, longest),
         )
         return model.kernels.norm(x, self._norm, model.config.norm_eps)
 

@@ -222,7 +222,8 @@ class StepRunner:
         else:
             wait = (lambda: None) if barrier is None else barrier.wait
             attention = self._attention.step(shard.attention, wait)
-            hidden = self.model(entering, positions, attention, None, self._peers.exchange(len(positions)))
+            keep = self._kept(shard)
+            hidden = self.model(entering, positions, attention, keep, self._peers.exchange(len(positions)))
         forwarded = time.perf_counter_ns()
         timing.forward += forwarded - started
         if not self.model.last:
@@ -234,15 +235,26 @@ class StepRunner:
             timing.sample += time.perf_counter_ns() - forwarded
         return sampled, scored
 
+    def _kept(self, shard: Shard) -> torch.Tensor | None:
+        """Return the tokens that the last layer continues with, at least one, or None for all tokens.
+
+        These are the sampled tokens. Scores and recorded experts need all tokens, and the warm-up compiles no graph for
+        a selection.
+        """
+        if not self._peers.alone or self.model.compiled or self._recorder is not None or shard.scores:
+            return None
+        kept = shard.sample_tokens if len(shard.sample_tokens) else np.zeros(1, np.int64)
+        return None if len(kept) == shard.end - shard.start else torch.from_numpy(kept).to(self._device)
+
     def _score(self, shard: Shard, hidden: torch.Tensor) -> list[ScoredTokens]:
         """Score prompt tokens by the shard's ``hidden [tokens, hidden_size]``."""
         return [score(hidden, self.model.logits, each, self._slots, self.limits.vocab_size) for each in shard.scores]
 
     def _sample(self, shard: Shard, hidden: torch.Tensor) -> Sampled:
-        """Sample tokens from the shard's ``hidden [tokens, hidden_size]``."""
+        """Sample tokens from ``hidden``, which has all tokens of the shard or only the sampled ones."""
         if len(shard.sample_slots) == 0:
             return NOTHING_SAMPLED
-        if len(shard.sample_slots) < hidden.shape[0]:
+        if len(shard.sample_slots) < hidden.shape[0]:  # otherwise the model returned the sampled tokens only
             hidden = hidden[torch.from_numpy(shard.sample_tokens).to(self._device)]
         return sample(
             hidden,
