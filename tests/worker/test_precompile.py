@@ -35,6 +35,19 @@ compiled = pool.close()
 print(json.dumps({"kernels": [launch.kernel.__name__ for launch in launches], "compiled": compiled}))
 """
 
+# Prints the largest shared memory of a kernel in bytes.
+MEASURE = """
+import sys
+from triton.runtime import driver
+from services.worker.boot.precompile.compiler import AbsentDriver
+from services.worker.boot.precompile.dry_rehearsal import rehearse_dry
+from services.worker.boot.precompile.job import Job
+job, launches = Job.model_validate_json(sys.stdin.buffer.read()), []
+driver.set_active(AbsentDriver(job.gpu.capability))
+rehearse_dry(job, launches.append)
+print(max(launch.compile().metadata.shared for launch in launches))
+"""
+
 
 def job(model, gpu: GpuTarget = GPU, **flags) -> Job:
     sizes = {"max_seqs_per_forward": 64, "max_tokens_per_forward": 256, "kv_cache_num_tokens": 4096}
@@ -100,7 +113,33 @@ def test_every_kernel_of_a_start_can_be_compiled(checkpoint, tmp_path, model, fl
     """Triton's interpreter accepts more than its compiler: a variable may change its type there."""
     found = rehearse(job(checkpoint(**model), **flags), tmp_path, compiled=1000)
     assert len(found["kernels"]) > 30
+    assert ("grouped_wide" in found["kernels"]) == (flags.get("quantization") == "int4")
     assert found["compiled"] == len(found["kernels"])
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # up to 90 compilations
+@pytest.mark.parametrize(("capability", "most"), [((8, 0), 163 << 10), ((8, 9), 99 << 10)])
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [
+        ({"architecture": "llama"}, {}),
+        ({"architecture": "llama"}, {"quantization": "int8"}),
+        ({"architecture": "qwen3_moe"}, {}),
+        ({"architecture": "qwen3_moe", "moe_intermediate_size": 256}, {"quantization": "int4"}),
+    ],
+    ids=["llama", "int8", "experts", "experts with int4"],
+)
+def test_every_kernel_fits_into_the_shared_memory_of_earlier_gpus(checkpoint, tmp_path, model, flags, capability, most):
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE],
+        input=job(checkpoint(**model), GPU._replace(capability=capability), **flags).model_dump_json().encode(),
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert int(done.stdout.splitlines()[-1]) <= most
 
 
 @needs_triton

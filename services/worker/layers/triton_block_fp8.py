@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 
 from services.worker.layers.block_fp8 import BLOCK
+from services.worker.layers.cuda_devices import fitting_stages, is_hopper
 from services.worker.layers.operators import operator
-from services.worker.layers.triton_overlap import is_hopper, load_float_in_place
+from services.worker.layers.triton_overlap import load_float_in_place
 
 # From this number of rows on, cuBLAS is faster, except for weights with many outputs. Measured on an H200.
 _FEWEST_CUBLAS_ROWS, _FEWEST_CUBLAS_ROWS_WIDE = 8, 65
@@ -153,10 +154,11 @@ def product_with_tile(
     """Return ``block_fp8_product`` by the Triton kernel with the options ``tile``."""
     rows, (outputs, inputs) = x.shape[0], weight.shape
     output = x.new_empty((rows, outputs), dtype=dtype)
+    stages = fitting_stages(x.device, (tile.rows + tile.outputs) * BLOCK, tile.stages)
     block_products[(triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs),)](
         x, x_scale.t().contiguous(), weight, weight_scale, output, rows, INPUTS=inputs, OUTPUTS=outputs, BLOCK=BLOCK,
         ROWS=tile.rows, BLOCK_OUT=tile.outputs, GROUP=tile.group, MATRIX_FIRST=tile.rows < _FEWEST_ROWS_FIRST,
-        STAGES=tile.stages, IN_PLACE=x.device.type != "cpu", num_warps=tile.warps, num_stages=tile.stages,
+        STAGES=stages, IN_PLACE=x.device.type != "cpu", num_warps=tile.warps, num_stages=stages,
     )  # fmt: skip
     return output
 

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from services.worker.described.layer import Activation
 from services.worker.layers.block_fp8 import BLOCK
+from services.worker.layers.cuda_devices import fitting_stages
 from services.worker.layers.expert_tiles import MOST_STREAMED_PAIRS, ExpertTiles, Tile, choose_tiles
 from services.worker.layers.experts import ExpertWeights, Routes, grouped_weights, has_blocks, has_groups
 from services.worker.layers.operators import operator
@@ -310,11 +311,14 @@ def _launch(
         scaled = block or 1
         x, x_scale = quantize(x, block)
     results = tile.outputs if activation is None else tile.outputs // 2
+    bits, width = constants["BITS"] or 8 * matrices.itemsize, constants["TILE"] or tile.inputs
+    stage = width * (tile.outputs * bits // 8 + tiles.rows * x.itemsize)
+    stages = fitting_stages(x.device, stage, tile.stages)
     _products[(grouping.most_blocks * triton.cdiv(output.shape[1], results),)](
         x, x_scale, matrices, x if scales is None else scales, x if biases is None else biases, output, *blocks,
         grouping.first, grouping.pairs, **constants, EXPERTS=experts, SHARED_BY=shared_by, ACTIVATION=activation,
         SCALED=scaled, BIAS=biases is not None, STREAMED=grouping.blocks is None,
         MATRIX_FIRST=bool(constants["BITS"]) or tiles.rows < _FEWEST_ROWS_FIRST, FLOATS=floats,
         SCALE_SUMS=tiles.rows <= _MOST_SCALED_SUMS, ROWS=tiles.rows, BLOCKS=tiles.group, BLOCK_OUT=tile.outputs,
-        BLOCK_IN=tile.inputs, num_warps=tile.warps, num_stages=tile.stages,
+        BLOCK_IN=tile.inputs, num_warps=tile.warps, num_stages=stages,
     )  # fmt: skip

@@ -12,12 +12,13 @@ import triton
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from services.worker.layers.cuda_devices import fitting_stages, is_hopper, multiprocessors
 from services.worker.layers.gluon_grouped import LINES, WARPS, Sizes, grouped_wide
 from services.worker.layers.grouped import GroupedWeights
 from services.worker.layers.operators import operator
 from services.worker.layers.triton_grouped_kernel import grouped_rows
 from services.worker.layers.triton_grouped_wide import grouped_dequantize, grouped_sum, grouped_tiles
-from services.worker.layers.triton_overlap import is_hopper, multiprocessors, overlapping, overlaps
+from services.worker.layers.triton_overlap import overlapping, overlaps
 
 MOST_ROWS = 16  # of ``grouped_rows``
 # By the largest number of weights: the largest number of rows for which dequantization is a part of the product.
@@ -33,10 +34,11 @@ _PROGRAMS = 132  # the number of SMs
 _MOST_SPLITS = 8
 _SUMMED = 1024  # elements per program of ``grouped_sum``
 _DEQUANTIZED_OUTPUTS = 64  # per program
-_FEWEST_WIDE_ROWS, _MOST_WIDE_ROWS = 32, 256  # of a tile of ``grouped_wide``
+_SMALLEST_WIDE_ROWS, _LARGEST_WIDE_ROWS = 32, 256  # of a block of ``grouped_wide``
+_FEWEST_WIDE_ROWS = 33  # without offsets
 _WIDE_TILE = 64  # the smallest number of inputs of a tile
 _WIDE_MULTIPLE = 8  # of outputs, since rows of results begin at 16 bytes
-# Slots of the rings of rows and of codes, by the rows of a tile. They fit into the shared memory of Hopper.
+# Slots of the rings of rows and of codes, by the rows of a block. They fit into the shared memory of Hopper.
 _WIDE_SLOTS = {32: (8, 5), 64: (8, 5), 128: (6, 4), 256: (4, 3)}
 _WIDE_SLOTS_8_BITS = _WIDE_SLOTS | {256: (4, 2)}
 
@@ -62,7 +64,7 @@ class TilesOptions(NamedTuple):
 
 
 class WideOptions(NamedTuple):
-    """The tile size and launch options of ``grouped_wide``."""
+    """The block size and launch options of ``grouped_wide``."""
 
     rows: int
     slots: int
@@ -100,18 +102,22 @@ def choose_tiles(outputs: int, inputs: int, rows: int, weights: GroupedWeights) 
 
 def _fewest_wide_rows(weights: GroupedWeights) -> int:
     """Return the number of rows from which on ``grouped_wide`` is faster. Measured on an H200."""
-    return MOST_ROWS + 1 if weights.offsets is not None else _FEWEST_WIDE_ROWS + 1
+    return MOST_ROWS + 1 if weights.offsets is not None else _FEWEST_WIDE_ROWS
 
 
 def supports_wide(weights: GroupedWeights) -> bool:
-    """Return whether ``grouped_wide`` takes ``weights``."""
+    """Return whether ``grouped_wide`` takes ``weights``.
+
+    It rounds offsets to the dtype of the rows. Those of 8-bit weights are too large for that in bfloat16.
+    """
     outputs, _ = weights.shape
-    return is_hopper(weights.codes.device) and weights.tile >= _WIDE_TILE and outputs % _WIDE_MULTIPLE == 0
+    fine = weights.bits == 4 or weights.offsets is None
+    return is_hopper(weights.codes.device) and weights.tile >= _WIDE_TILE and outputs % _WIDE_MULTIPLE == 0 and fine
 
 
 def choose_wide(outputs: int, inputs: int, rows: int, weights: GroupedWeights) -> WideOptions:
     """Return the options of ``grouped_wide`` for ``rows`` rows."""
-    padded = min(_MOST_WIDE_ROWS, max(_FEWEST_WIDE_ROWS, triton.next_power_of_2(rows)))
+    padded = min(_LARGEST_WIDE_ROWS, max(_SMALLEST_WIDE_ROWS, triton.next_power_of_2(rows)))
     slots, code_slots = (_WIDE_SLOTS if weights.bits == 4 else _WIDE_SLOTS_8_BITS)[padded]
     splits = _splits(triton.cdiv(rows, padded) * triton.cdiv(outputs, LINES), inputs // weights.tile, _PROGRAMS)
     return WideOptions(padded, slots, code_slots, splits)
@@ -145,7 +151,7 @@ def row_changes(weights: GroupedWeights) -> list[int]:
             return choose_wide(outputs, inputs, rows, weights)
         return choose_tiles(outputs, inputs, rows, weights) if rows <= most_fused_rows(outputs, inputs) else None
 
-    candidates = [*range(2, MOST_FUSED_ROWS + 2), *(tiles * _MOST_WIDE_ROWS + 1 for tiles in range(2, _PROGRAMS))]
+    candidates = [*range(2, MOST_FUSED_ROWS + 2), *(tiles * _LARGEST_WIDE_ROWS + 1 for tiles in range(2, _PROGRAMS))]
     return [rows for rows in candidates if kernel(rows) != kernel(rows - 1)]
 
 
@@ -208,14 +214,16 @@ def launch_rows(
     norm_weight, eps = norm or (x, 0.0)
     next_norm, next_values, next_squares = prepare or (x, out, out)
     constants = weights.constants()
+    stage = options.inputs * (options.outputs * weights.bits // 8 + _padded(rows) * x.itemsize)
+    stages = fitting_stages(x.device, stage, options.stages)
     grouped_rows[(triton.cdiv(size, options.outputs // 2 if gated else options.outputs),)](
         x, weights.codes, weights.scales, weights.scales if weights.offsets is None else weights.offsets,
         x if weights.bias is None else weights.bias, norm_weight, x if squares is None else squares, out, next_values,
         next_norm, next_squares, rows, eps, **constants, NORM=norm is not None and squares is None,
         PREPARED=0 if squares is None else len(squares), PREPARES=prepare is not None, GATED=gated,
         BIAS=weights.bias is not None, ADD=add, ROWS=_padded(rows),
-        BLOCK_OUT=options.outputs, TILES=options.inputs // constants["TILE"], STAGES=options.stages, OVERLAP=overlap,
-        num_warps=options.warps, num_stages=options.stages, **overlapping(overlap),
+        BLOCK_OUT=options.outputs, TILES=options.inputs // constants["TILE"], STAGES=stages, OVERLAP=overlap,
+        num_warps=options.warps, num_stages=stages, **overlapping(overlap),
     )  # fmt: skip
 
 
@@ -226,13 +234,15 @@ def launch_tiles(
     (outputs, inputs), rows = weights.shape, x.shape[0]
     options = options or choose_tiles(outputs, inputs, rows, weights)
     splits, whole = options.splits, options.splits == 1
+    stage = weights.tile * (options.outputs * weights.bits // 8 + options.rows * x.itemsize)
+    stages = fitting_stages(x.device, stage, options.stages)
     sums = out if whole else torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device)
     bias = x if weights.bias is None else weights.bias
     grouped_tiles[(triton.cdiv(rows, options.rows), triton.cdiv(outputs, options.outputs), splits)](
         x, weights.codes, weights.scales, weights.scales if weights.offsets is None else weights.offsets, bias, sums,
         rows, **weights.constants(), BIAS=whole and weights.bias is not None, SPLITS=splits,
-        SCALE_SUMS=options.scale_sums, ROWS=options.rows, BLOCK_OUT=options.outputs, STAGES=options.stages,
-        num_warps=options.warps, num_stages=options.stages,
+        SCALE_SUMS=options.scale_sums, ROWS=options.rows, BLOCK_OUT=options.outputs, STAGES=stages,
+        num_warps=options.warps, num_stages=stages,
     )  # fmt: skip
     if not whole:
         _add_parts(sums, weights.bias, out)
@@ -253,16 +263,16 @@ def launch_wide(
     blocks = triton.cdiv(rows, options.rows) * triton.cdiv(outputs, LINES)
     codes = weights.codes.view(torch.int16)
     grouped_wide[(min(multiprocessors(x.device), blocks), options.splits)](
-        _described(x, options.rows, tile // 2), _described(codes, LINES, tile * weights.bits // 16),
+        _describe(x, options.rows, tile // 2), _describe(codes, LINES, tile * weights.bits // 16),
         weights.scales, weights.scales if weights.offsets is None else weights.offsets,
-        x if weights.bias is None else weights.bias, _described(out, options.rows, LINES), parts, rows, C=sizes,
+        x if weights.bias is None else weights.bias, _describe(out, options.rows, LINES), parts, rows, C=sizes,
         num_warps=WARPS,
     )  # fmt: skip
     if not whole:
         _add_parts(parts, weights.bias, out)
 
 
-def _described(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def _describe(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return a descriptor of ``matrix``, of 16-bit elements, for copies of ``[rows, columns]`` to or from memory."""
     layout = NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16)
     return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)

@@ -7,40 +7,23 @@ earlier steps. All its programs must call ``gdc_wait``, even those without work,
 of a kernel to imply the end of all kernels before it.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 
-_HOPPER = 9  # major compute capability
-_H200 = 132
+from services.worker.layers.cuda_devices import capability
+
+_FIRST_CAPABILITY = (9, 0)
 
 
 def overlaps(device: torch.device) -> bool:
     """Return whether ``device`` supports programmatic dependent launch."""
-    return device.type == "cuda" and _capability(device.index or 0) >= (9, 0)
+    return capability(device) >= _FIRST_CAPABILITY
 
 
 def overlapping(overlap: bool) -> dict[str, bool]:
     """Return the launch options of a kernel that may start early if ``overlap`` is true."""
     return {"launch_pdl": True} if overlap else {}
-
-
-def is_hopper(device: torch.device) -> bool:
-    """Return whether ``device`` has the tensor cores of Hopper, which later GPUs do not have."""
-    return device.type == "cuda" and _capability(device.index or 0)[0] == _HOPPER
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of ``device``, or that of an H200 for a device that is no GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _H200
-
-
-@cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
 
 
 @triton.jit

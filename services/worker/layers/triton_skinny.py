@@ -11,6 +11,7 @@ import torch
 import triton
 
 from services.worker.layers.block_fp8 import BLOCK
+from services.worker.layers.cuda_devices import fitting_stages
 from services.worker.layers.grouped import GroupedWeights
 from services.worker.layers.triton_grouped import choose_rows, launch_rows
 from services.worker.layers.triton_overlap import overlapping, overlaps
@@ -196,12 +197,14 @@ def _launch_product(
     next_norm, norm_input = prepare or (values, NormInput(out, out))
     options = choose_product(outputs, inputs, scaled=scale is not None)
     padded, overlap = max(_SMALLEST_DOT, triton.next_power_of_2(rows)), overlaps(weight.device)
+    stage = (options.outputs * weight.itemsize + padded * values.itemsize) * options.inputs
+    stages = fitting_stages(weight.device, stage, options.stages)
     product[(triton.cdiv(size, options.outputs // 2 if gated else options.outputs),)](
         values, weight, values if scale is None else scale, values if bias is None else bias, norm_weight,
         values if squares is None else squares, out, norm_input.values, next_norm, norm_input.squares, rows, eps,
         INPUTS=inputs, OUTPUTS=outputs, FULL=rows == padded, SCALED=linear.scaled,
         NORM=norm is not None and squares is None, PREPARED=0 if squares is None else len(squares),
         PREPARES=prepare is not None, GATED=gated, BIAS=bias is not None, ADD=add, ROWS=padded,
-        BLOCK_OUT=options.outputs, BLOCK_IN=options.inputs, PARTS=options.warps, STAGES=options.stages, OVERLAP=overlap,
-        num_warps=options.warps, num_stages=options.stages, **overlapping(overlap),
+        BLOCK_OUT=options.outputs, BLOCK_IN=options.inputs, PARTS=options.warps, STAGES=stages, OVERLAP=overlap,
+        num_warps=options.warps, num_stages=stages, **overlapping(overlap),
     )  # fmt: skip

@@ -15,12 +15,13 @@ from services.worker.attention import cuda as attention
 from services.worker.attention import flashinfer_spans
 from services.worker.boot.precompile.job import GpuTarget
 from services.worker.layers import (
+    cuda_devices,
     triton_block_fp8,
     triton_experts,
     triton_grouped,
+    triton_overlap,
     triton_routing,
     triton_rows,
-    triton_skinny,
 )
 from services.worker.runner.cuda import graphs, pieces
 
@@ -74,9 +75,7 @@ def dry(gpu: GpuTarget) -> list[Replacement]:
         Replacement(torch.cuda, "empty_cache", lambda: None),
         Replacement(torch.cuda, "get_device_name", lambda *_: gpu.name),
         Replacement(torch.cuda, "get_device_capability", lambda *_: gpu.capability),
-        Replacement(triton_skinny, "overlaps", lambda _: gpu.capability >= (9, 0)),
-        Replacement(triton_grouped, "overlaps", lambda _: gpu.capability >= (9, 0)),
-        Replacement(triton_grouped, "is_hopper", lambda _: gpu.capability[0] == 9),
+        *(Replacement(module, "capability", lambda _: gpu.capability) for module in (cuda_devices, triton_overlap)),
         Replacement(graphs, "capture", _capture),
         Replacement(pieces, "capture_whole", _capture),
         Replacement(pieces, "capture_between", _capture_between),
