@@ -2,11 +2,11 @@
 [worker_flags='...'] [steps=200] [skip=20] [window=50] [profiles=3] [rows=.. groups=.. prefix=.. own=..] [plot=FILE]``.
 
 The plans are those of a recording (made by ``record_plans=DIR`` of a scheduler; the largest file of a directory), or
-synthetic decode steps of ``rows`` sequences: with ``rows=1,64``, those of one sequence and then those of 64. The worker
-has the flags ``worker_flags``. As in a server, several steps are in flight. For every window of steps, the program
-prints milliseconds of a step by the clock and on the device, the idle share of the device, and the host's preparation.
-On CUDA, some steps are also profiled by kernel: the time by part of the model, and the least time that arithmetic and
-bytes allow at rates measured in this process.
+synthetic decode steps of ``rows`` sequences: with ``rows=1,64``, those of one sequence and then those of 64, of a
+worker with the sizes for 64; ``plot`` shows those of 64. The worker has the flags ``worker_flags``. As in a server,
+several steps are in flight. For every window of steps, the program prints milliseconds of a step by the clock and on
+the device, the idle share of the device, and the host's preparation. On CUDA, some steps are also profiled by kernel:
+the time by part of the model, and the least time that arithmetic and bytes allow at rates measured in this process.
 The last line is one JSON object.
 """
 
@@ -87,11 +87,15 @@ def main() -> None:
         runs = [run(worker, recorded.plans(), config, total, rates)]
         source = str(recorded.path)
     else:
+        for each in made_up:
+            _check(each, total, worker)
         runs, source = [_run_made_up(each, worker, config, total, rates) for each in made_up], "made up"
     figures, profiles = runs[-1]
     found = {"source": source, "model": worker.booted.model, "device": worker.booted.device, **figures}
     if len(runs) > 1:
-        found["by_rows"] = {each.rows: of_rows for each, (of_rows, _) in zip(made_up, runs, strict=True)}
+        found["by_rows"] = {
+            each.rows: of_rows | {"profiles": of_steps} for each, (of_rows, of_steps) in zip(made_up, runs, strict=True)
+        }
     if rates is not None:
         found["rates"] = {name: value and round(value / 1e12, 1) for name, value in asdict(rates).items()}
         found["profiles"] = profiles
@@ -109,7 +113,6 @@ def _made_up(config: BenchConfig, rows: int) -> MadeUp:
 def _run_made_up(
     made_up: MadeUp, worker: LocalWorker, config: BenchConfig, total: int, rates: "Rates | None"
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    _check(made_up, total, worker)
     print(f"{made_up.rows} sequences")
     worker.runner.reset()
     return run(worker, ((plan, 0) for plan in made_up.plans(total, worker.runner.limits)), config, total, rates)

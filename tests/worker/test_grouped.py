@@ -219,9 +219,13 @@ def test_inputs_can_be_split_over_programs(bits, splits, scale_sums):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("bits", "group", "inputs"), [(4, 32, 192), (4, 64, 1088), (4, 128, 4096), (8, 64, 1088), (8, 128, 1152)]
-)
-@pytest.mark.parametrize(("offsets", "bias"), [(False, False), (True, True)])
+    ("bits", "group", "inputs", "offsets"),
+    [
+        (4, 32, 192, False), (4, 32, 192, True), (4, 64, 1088, False), (4, 64, 1088, True), (4, 128, 4096, False),
+        (4, 384, 768, True), (4, 1152, 1152, False), (8, 64, 1088, False), (8, 128, 1152, False), (8, 256, 512, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("rows", "outputs"), [(1, 72), (33, 1000), (90, 264), (300, 5000), (3000, 5000)])
 def test_kernel_of_hopper_gives_what_dequantized_weights_give(rows, outputs, offsets, bias, bits, group, inputs, dtype):
     from services.worker.layers.triton_grouped import launch_wide, supports_wide
@@ -235,6 +239,23 @@ def test_kernel_of_hopper_gives_what_dequantized_weights_give(rows, outputs, off
     out = torch.full((rows, outputs), torch.nan, dtype=dtype, device=DEVICE)
     launch_wide(x, GroupedWeights.of(linear), out)
     check(out, expected_product(x, linear))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("bits", "group", "outputs", "offsets", "supported"),
+    [
+        (4, 32, 72, True, True), (8, 128, 72, False, True),
+        (8, 128, 72, True, False), (8, 32, 72, False, False), (4, 128, 70, False, False),
+    ],
+)  # fmt: skip
+def test_what_the_kernel_of_hopper_takes(monkeypatch, bits, group, outputs, offsets, supported):
+    from services.worker.layers import triton_grouped
+
+    linear = GroupedLinear(256, outputs, bits=bits, group=group, offsets=offsets)
+    for hopper in (False, True):
+        monkeypatch.setattr(triton_grouped, "is_hopper", lambda _, hopper=hopper: hopper)
+        assert triton_grouped.supports_wide(GroupedWeights.of(linear)) == (supported and hopper)
 
 
 @needs_triton

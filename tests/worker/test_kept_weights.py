@@ -263,12 +263,12 @@ def test_the_size_of_the_weights_is_that_of_their_buffers(name, ranks, directori
 
 FALLBACKS = {
     "act-order": (gptq(32, desc_act=True), "llama", {}, "are not neighbours (act-order)"),
-    "mxfp4 without experts": (MXFP4, "llama", {}, "not all matrices of a layer are quantized alike"),
+    "mxfp4 without experts": (MXFP4, "llama", {}, "not all experts of the layer are in MXFP4"),
     "experts that are ignored": (
         MXFP4 | {"modules_to_not_convert": ["experts"]},
         "gpt_oss",
         {},
-        "not all matrices of a layer are quantized alike",
+        "not all experts of the layer are in MXFP4",
     ),
     "experts of other sizes": (
         MXFP4,

@@ -66,3 +66,9 @@ def test_layers_have_no_product_on_gpus():
     linear = GroupedLinear(64, 8, bits=4, group=32, floats=True)
     with pytest.raises(TypeError, match="no product of a linear layer with weights in MXFP4"):
         grouped_product(torch.ones(1, 64), linear.codes, linear.scales, None, None, 4)
+
+
+@pytest.mark.parametrize("wrong", [{"bits": 8}, {"group": 64}, {"offsets": True}])
+def test_other_forms_of_mxfp4_are_refused(wrong):
+    with pytest.raises(ValueError, match="in MXFP4: expected 4 bits, groups of 32 inputs and no offsets"):
+        GroupedLinear(64, 8, **{"bits": 4, "group": 32, "floats": True} | wrong)

@@ -85,7 +85,8 @@ def _layer_form(model: ModelConfig, ranks: Ranks, index: int, matrices: list[_St
         return LayerForm(IN_DTYPE, named, form)
     experts_only = form.kind == "mxfp4"
     if {each.scheme for each in matrices if each.expert or not experts_only} != {named}:
-        return LayerForm(IN_DTYPE, named, "not all matrices of a layer are quantized alike")
+        what = "experts of the layer are in MXFP4" if experts_only else "matrices of a layer are quantized alike"
+        return LayerForm(IN_DTYPE, named, f"not all {what}")
     # Quantizing the values of MXFP4 again does not change them, so they may be parts of a tensor.
     if not experts_only and not all(each.alone for each in matrices):
         return LayerForm(IN_DTYPE, named, "the checkpoint has several matrices in one tensor")

@@ -1,10 +1,10 @@
 """Kernel of ``triton_grouped`` for many rows, on tensor cores of Hopper.
 
-It is written in Gluon, the language below Triton, in which the program says where values are and who waits for whom. A
-producer warp copies tiles of rows and of codes into rings in shared memory. Eight warps convert codes to floats in
-registers, which are the first factor of a product of tensor cores, while these compute the product before. Each
-program multiplies several tiles, one after the other. The first copies for a tile run during the end of the tile
-before, and so does the copy of its results to memory.
+It is written in Gluon, the language below Triton, in which a program says where values are and which warps wait for
+which copies. A producer warp copies rows and codes of tiles of inputs into rings in shared memory. Eight warps convert
+codes to floats in registers, which are the first factor of a product of tensor cores, while these compute the product
+before. Each program multiplies several blocks, of rows by outputs, one after the other. The first copies for a block
+run at the end of the block before, and so does the copy of its results to memory.
 """
 
 from typing import NamedTuple
@@ -22,14 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from services.worker.layers.gluon_unpack import doubled, weights_of_pairs
 
-LINES = 128  # outputs of a tile
+LINES = 128  # outputs of a block
 WARPS = 8  # that compute
-_TOGETHER = gl.constexpr(8)  # row tiles that follow each other, so that their weights stay in the L2 cache
+_TOGETHER = gl.constexpr(8)  # blocks of rows that follow each other, so that their weights stay in the L2 cache
 _PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 class Sizes(NamedTuple):
-    """The constants of ``grouped_wide``. Numbers of rows, lines and slots are those of a program."""
+    """The constants of ``grouped_wide``."""
 
     inputs: int
     outputs: int
@@ -39,15 +39,15 @@ class Sizes(NamedTuple):
     offsets: bool
     bias: bool
     splits: int  # of the inputs
-    rows: int  # a power of two, at most 256
-    lines: int  # outputs
+    rows: int  # of a block, a power of two, at most 256
+    lines: int  # outputs of a block
     slots: int  # of the ring of rows; a slot has half a tile of inputs
     code_slots: int  # of the ring of codes
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def grouped_wide(x, codes, scales, offsets, bias, results, parts, rows, C: gl.constexpr):
-    """Multiply tiles of rows and outputs. Grid: ``(programs, splits)``.
+    """Multiply rows by outputs, in blocks. Grid: ``(programs, splits)``.
 
     ``x [rows, inputs]``, ``codes [outputs, pairs]`` int16 and ``results [rows, outputs]`` are descriptors of tensors.
     With several splits, each computes the sum over a part of the inputs, ``parts [splits, rows, outputs]`` float32,
@@ -88,18 +88,18 @@ def grouped_wide(x, codes, scales, offsets, bias, results, parts, rows, C: gl.co
 
 
 @gluon.jit
-def _place(block, rows, C: gl.constexpr):
-    """Return the first row and the first output of the tile ``block``."""
-    LINE_TILES: gl.constexpr = (C.outputs + C.lines - 1) // C.lines
-    before = block // (_TOGETHER * LINE_TILES) * _TOGETHER
+def _locate(block, rows, C: gl.constexpr):
+    """Return the first row and the first output of ``block``."""
+    LINE_BLOCKS: gl.constexpr = (C.outputs + C.lines - 1) // C.lines
+    before = block // (_TOGETHER * LINE_BLOCKS) * _TOGETHER
     size = gl.minimum((rows + C.rows - 1) // C.rows - before, _TOGETHER)
-    inside = block % (_TOGETHER * LINE_TILES)
+    inside = block % (_TOGETHER * LINE_BLOCKS)
     return (before + inside % size) * C.rows, inside // size * C.lines
 
 
 @gluon.jit
-def _blocks(rows, C: gl.constexpr):
-    """Return the number of tiles."""
+def _count_blocks(rows, C: gl.constexpr):
+    """Return the number of blocks."""
     return (rows + C.rows - 1) // C.rows * ((C.outputs + C.lines - 1) // C.lines)
 
 
@@ -110,8 +110,8 @@ def _produce(rings, x, codes, rows, first, count, C: gl.constexpr):
     HALF: gl.constexpr = C.tile // 2
     WIDTH: gl.constexpr = C.tile * C.bits // 16
     step = 0
-    for block in range(gl.program_id(0), _blocks(rows, C), gl.num_programs(0)):
-        row, line = _place(block, rows, C)
+    for block in range(gl.program_id(0), _count_blocks(rows, C), gl.num_programs(0)):
+        row, line = _locate(block, rows, C)
         for tile in range(first, first + count):
             slot = step % C.code_slots
             mbarrier.wait(codes_free.index(slot), (step // C.code_slots & 1) ^ 1)
@@ -131,7 +131,7 @@ def _produce(rings, x, codes, rows, first, count, C: gl.constexpr):
 
 
 @gluon.jit
-def _factors(scales, offsets, tile, source, DTYPE: gl.constexpr, C: gl.constexpr):
+def _load_factors(scales, offsets, tile, source, DTYPE: gl.constexpr, C: gl.constexpr):
     """Return scales and offsets of the halves of ``tile`` for the outputs ``source``, as ``doubled`` returns them."""
     place = tile * C.tile // C.group * C.outputs + source
     scale = doubled(gl.load(scales + place), DTYPE)
@@ -168,12 +168,12 @@ def _consume(rings, staged, scales, offsets, bias, results, parts, rows, first, 
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     PAIRS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 1)
     step = 0
-    for block in range(gl.program_id(0), _blocks(rows, C), gl.num_programs(0)):
-        row, line = _place(block, rows, C)
+    for block in range(gl.program_id(0), _count_blocks(rows, C), gl.num_programs(0)):
+        row, line = _locate(block, rows, C)
         source = gl.minimum(line + gl.arange(0, LINES, gl.SliceLayout(1, PAIRS)), C.outputs - 1)
         total = warpgroup_mma_init(gl.zeros([LINES, ROWS], gl.float32, SUMS))
         high = gl.zeros([LINES, HALF], DTYPE, WEIGHTS)
-        scale, offset, second_scale, second_offset = _factors(scales, offsets, first, source, DTYPE, C)
+        scale, offset, second_scale, second_offset = _load_factors(scales, offsets, first, source, DTYPE, C)
         for tile in range(first, first + count):
             slot = step % C.code_slots
             number = 2 * step
@@ -183,7 +183,7 @@ def _consume(rings, staged, scales, offsets, bias, results, parts, rows, first, 
             low = weights_of_pairs(pairs, scale, offset, False, C.bits, C.offsets, DTYPE, WEIGHTS)
             total = _multiply(total, low, rings, number, C)
             following = gl.minimum(tile + 1, C.inputs // C.tile - 1)
-            next_factors = _factors(scales, offsets, following, source, DTYPE, C)
+            next_factors = _load_factors(scales, offsets, following, source, DTYPE, C)
             high = warpgroup_mma_wait(1, deps=[high])
             mbarrier.arrive(free.index((number + C.slots - 1) % C.slots), count=1, pred=tile > first)
             if C.bits == 8:

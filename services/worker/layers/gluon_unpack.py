@@ -69,15 +69,17 @@ def weights_of_pairs(codes, scale, offset, HIGH: gl.constexpr, BITS: gl.constexp
 @gluon.jit
 def _run(codes, scale, offset, OFFSETS: gl.constexpr, BF16: gl.constexpr, BF16_SHIFTED: gl.constexpr,
          FP16: gl.constexpr, FP16_SHIFTED: gl.constexpr, DTYPE: gl.constexpr):  # fmt: skip
-    """Run PTX on two pairs at a time. Return pairs of ``DTYPE`` as uint32."""
+    """Run PTX on two pairs at a time, which writes its results before it reads scales. Return pairs as uint32."""
     scales = scale[:, None] + gl.zeros_like(codes).to(gl.uint32)
     if OFFSETS:
         offsets = offset[:, None] + gl.zeros_like(codes).to(gl.uint32)
         ASM: gl.constexpr = FP16_SHIFTED if gl.float16 == DTYPE else BF16_SHIFTED
         pairs = gl.inline_asm_elementwise(
-            ASM, "=r,=r,r,r,r,r,r", [codes, scales, offsets], dtype=gl.uint32, is_pure=True, pack=2
+            ASM, "=&r,=&r,r,r,r,r,r", [codes, scales, offsets], dtype=gl.uint32, is_pure=True, pack=2
         )
     else:
         PLAIN: gl.constexpr = FP16 if gl.float16 == DTYPE else BF16
-        pairs = gl.inline_asm_elementwise(PLAIN, "=r,=r,r,r,r", [codes, scales], dtype=gl.uint32, is_pure=True, pack=2)
+        pairs = gl.inline_asm_elementwise(
+            PLAIN, "=&r,=&r,r,r,r", [codes, scales], dtype=gl.uint32, is_pure=True, pack=2
+        )
     return pairs

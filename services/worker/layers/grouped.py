@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from services.common.model.quantized.scheme import ALL, Scheme
+from services.common.model.quantized.tensors import MXFP4_BLOCK
 from services.worker.described.memory import grouped_size
 from services.worker.layers.mxfp4 import as_scales, from_mxfp4, to_mxfp4
 from services.worker.layers.parts import part_targets, spans
@@ -160,7 +161,7 @@ class GroupedLinear(nn.Module):
 
         ``group`` is the number of inputs that share a scale; 0 chooses 128, 64 or 32. With ``ordered``, the members of
         a group need not be neighbours. With ``floats``, the weight is in MXFP4, with groups of 32: on CUDA, only the
-        kernels for experts multiply it. Raises ``ValueError`` if ``bits`` or ``group`` is not supported.
+        kernels for experts multiply it. Raises ``ValueError`` if an argument is not supported.
         """
         super().__init__()
         group = group or grouped_size(inputs)
@@ -168,6 +169,11 @@ class GroupedLinear(nn.Module):
             raise ValueError(
                 f"bits={bits} and group={group} with inputs={inputs}: expected 4 or 8 bits, and groups of a multiple"
                 " of 32 inputs that divides the inputs"
+            )
+        if floats and (bits, group, offsets) != (4, MXFP4_BLOCK, False):
+            raise ValueError(
+                f"bits={bits}, group={group} and offsets={offsets} in MXFP4: expected 4 bits, groups of {MXFP4_BLOCK}"
+                " inputs and no offsets"
             )
         self.outputs = [outputs] if isinstance(outputs, int) else list(outputs)
         self.inputs, self.bits, self.group, width = inputs, bits, group, sum(self.outputs)

@@ -26,9 +26,10 @@ def to_mxfp4(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponents = exponents.clamp_(1 - _BIAS, _BIAS)
     values = torch.ldexp(groups, -exponents.unsqueeze(2))
     bounds = torch.tensor([(low + high) / 2 for low, high in pairwise(_VALUES)])
-    codes = torch.bucketize(values.abs().contiguous(), bounds.to(rows.device)) + 8 * (values < 0)
+    codes = torch.bucketize(values.abs().contiguous(), bounds.to(rows.device), out_int32=True).to(torch.uint8)
+    codes.add_(values < 0, alpha=8)
     stored = torch.where(largest.isfinite(), exponents + _BIAS, _NOT_FINITE)
-    return codes.flatten(1).to(torch.uint8), stored.to(torch.uint8)
+    return codes.flatten(1), stored.to(torch.uint8)
 
 
 def from_mxfp4(codes: torch.Tensor) -> torch.Tensor:

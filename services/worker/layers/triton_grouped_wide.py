@@ -1,4 +1,7 @@
-"""Kernels of ``triton_grouped`` for more rows: products with the tensor cores of Hopper, and dequantization."""
+"""Kernels of ``triton_grouped`` for more rows: products on tensor cores, and dequantization.
+
+Hopper has a faster kernel for most of these products, ``gluon_grouped``.
+"""
 
 import triton
 import triton.language as tl
@@ -138,7 +141,7 @@ def grouped_tiles(
 @triton.jit(do_not_specialize=["count"])
 def grouped_sum(parts, bias, out, count, OUTPUTS: tl.constexpr, BIAS: tl.constexpr, SPLITS: tl.constexpr,
                BLOCK: tl.constexpr):  # fmt: skip
-    """Add the sums of ``grouped_tiles`` to results of ``count`` elements. Grid: ``(blocks of elements,)``."""
+    """Add the sums of parts of the inputs to results of ``count`` elements. Grid: ``(blocks of elements,)``."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = places < count
     total = tl.zeros((BLOCK,), tl.float32)
