@@ -198,7 +198,8 @@ class GroupedLinear(nn.Module):
         scales = torch.zeros(inputs // group, width, dtype=torch.uint8 if floats else torch.float32)
         self.register_buffer("scales", scales)
         self.register_buffer("offsets", torch.zeros_like(scales) if offsets else None)
-        self.register_buffer("order", torch.arange(inputs) if ordered else None)
+        # A sleep that drops the weights must not drop the order, because new weights do not have it.
+        self.register_buffer("order", torch.arange(inputs) if ordered else None, persistent=False)
         self.bias = nn.Parameter(torch.empty(width), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
