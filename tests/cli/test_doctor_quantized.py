@@ -58,6 +58,14 @@ def test_weights_that_stay_quantized_take_fewer_bytes(quantized):
     assert findings("quantization", exact, device="cpu") == []
 
 
+def test_weights_in_act_order_stay_quantized_on_one_rank(directory):
+    files.change_config(directory, quantization_config=SETTINGS | {"desc_act": True})
+    assert only("quantization", directory, GIB).text == "quantization=checkpoint: weights stay INT4 in groups of 32"
+    assert only("quantization", directory, GIB, tp_size="2").text.endswith(
+        "inputs that share a scale are not neighbours (act-order), so ranks cannot have shares of them"
+    )
+
+
 def test_weights_that_cannot_stay_quantized_are_refused(quantized):
     directory, exact = quantized
     flags = {"device": "cpu", "quantization": "checkpoint"}

@@ -45,8 +45,8 @@ GROUPS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", 
 CHANNEL = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 
 
-def gptq(size: int, bits: int = 4) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": False, "sym": False}
+def gptq(size: int, bits: int = 4, *, order: bool = False) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": order, "sym": False}
 
 
 def awq(size: int) -> dict[str, Any]:
@@ -73,6 +73,7 @@ CASES = {
     "fp8-row-experts": Case(files.fp8(1, 0, name=".weight_scale"), ROWS, "fp8", "qwen3_moe", EXPERTS),
     "fp8-blocks-experts": Case(files.fp8(128, 128), BLOCKS, "fp8", "qwen3_moe", EXPERTS),
     "gptq-128": Case(files.gptq(128), gptq(128), "grouped", "qwen2"),
+    "gptq-order": Case(files.gptq(128, order=True), gptq(128, order=True), "grouped", "qwen2"),
     "gptq-rows": Case(files.gptq(-1), gptq(-1), "grouped"),
     "gptq-8-bits": Case(files.gptq(32, bits=8), gptq(32, bits=8), "grouped"),
     "awq-128": Case(files.awq(128), awq(128), "grouped"),

@@ -176,6 +176,7 @@ def test_replicas_on_a_cpu_share_half_of_the_free_memory():
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 BLOCKS = FP8 | {"weight_block_size": [128, 128]}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+ACT_ORDER = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}
 
 
 def quantized(settings: dict[str, Any] | None, device: Device, **flags: Any) -> tuple[str, str]:
@@ -209,6 +210,8 @@ AMPERE = gpu(80, 80, capability=(8, 0))
         (AWQ, gpu(139), {"dtype": "float32"}, "none", "to dtype: with dtype=float32 there is no product for them"),
         (FP8, gpu(139), {"dtype": "float16"}, "none", "to dtype: with dtype=float16 there is no product for them"),
         (BLOCKS, AMPERE, {}, "none", "to dtype: a GPU has no products in fp8 with scales of rows"),
+        (ACT_ORDER, gpu(139), {}, "checkpoint", "weights stay INT4 in groups of 128"),
+        (ACT_ORDER, gpu(139), {"tp_size": "2"}, "none", "neighbours (act-order), so ranks cannot have shares of them"),
         (AWQ | {"group_size": 16}, gpu(139), {}, "none", "groups must have a multiple of 32 inputs of one output"),
     ],
 )

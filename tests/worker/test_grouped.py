@@ -139,7 +139,7 @@ def test_inputs_are_sorted_by_group():
     codes, scales = torch.randint(0, 16, (6, 128), dtype=torch.uint8), torch.rand(6, 4)
     linear = GroupedLinear(128, (2, 4), bits=4, group=32, ordered=True)
     targets, zeros = linear.targets("a", "b"), torch.full((1, 4), 8)
-    for name, part in (("a", slice(0, 2)), ("b", slice(2, 6))):
+    for name, part in (("b", slice(2, 6)), ("a", slice(0, 2))):  # files have the parts in any order
         targets[f"{name}.weight"].copy_quantized(
             quantized(codes[part], scales[part], zeros.expand(len(scales[part]), -1), columns)
         )
@@ -147,7 +147,9 @@ def test_inputs_are_sorted_by_group():
     assert torch.equal(linear.dequantized(), weight)
     x = torch.randn(3, 128)
     torch.testing.assert_close(linear(x), x @ weight.t())
-    with pytest.raises(ValueError, match="different orders of inputs"):
+    in_order = GroupedWeights.of(linear)._replace(order=None)  # kernels multiply these by rows in this order
+    torch.testing.assert_close(x.index_select(1, linear.order) @ in_order.dequantized().t(), x @ weight.t())
+    with pytest.raises(ValueError, match=r"its order of inputs .* differs from that of another part"):
         targets["b.weight"].copy_quantized(quantized(codes[2:], scales[2:], zeros.expand(4, 4), columns.flip(0)))
     # New weights keep the order.
     targets["a.weight"].copy_(weight[:2])

@@ -17,7 +17,6 @@ from services.common.model.json_object import read_json
 from services.common.model.quantized.scheme import ALL, Scheme
 from services.worker.described.config import ModelConfig
 from services.worker.described.forms import IN_DTYPE, LayerForm, WeightForm, layer_forms
-from services.worker.described.heads import laid_out
 from services.worker.described.memory import FLOAT32, weight_bytes
 from services.worker.described.ranks import Ranks
 from services.worker.described.registry import read_model_config
@@ -70,12 +69,21 @@ CASES: dict[str, tuple[Case, WeightForm]] = {
     "fp8-blocks-experts": (Case(files.fp8(128, 128), BLOCKS, "qwen3_moe", MOE), WeightForm("fp8_blocks")),
     "gptq-32": (Case(files.gptq(32), gptq(32, sym=False)), WeightForm("grouped", 4, 32, True)),
     "gptq-128": (Case(files.gptq(128, symmetric=True), gptq(128), "qwen2"), WeightForm("grouped", 4, 128)),
-    "gptq-rows": (Case(files.gptq(-1), gptq(-1, sym=False)), WeightForm("grouped", 4, ALL, True)),
+    "gptq-32-order": (
+        Case(files.gptq(32, order=True), gptq(32, sym=False, desc_act=True)),
+        WeightForm("grouped", 4, 32, True, True),
+    ),
+    # Act-order means nothing if all inputs are one group.
+    "gptq-rows": (Case(files.gptq(-1), gptq(-1, sym=False, desc_act=True)), WeightForm("grouped", 4, ALL, True)),
     "gptq-8-bits": (Case(files.gptq(32, bits=8), gptq(32, bits=8, sym=False)), WeightForm("grouped", 8, 32, True)),
     "awq-128": (Case(files.awq(128), awq(128), "qwen2"), WeightForm("grouped", 4, 128, True)),
     "int4-groups": (
         Case(files.pack_quantized(32), compressed("pack-quantized", INT4), "qwen3"),
         WeightForm("grouped", 4, 32, False),
+    ),
+    "int4-groups-order": (
+        Case(files.pack_quantized(32, order=True), compressed("pack-quantized", INT4 | {"actorder": "group"}), "qwen2"),
+        WeightForm("grouped", 4, 32, False, True),
     ),
     "int8-row": (Case(files.int8(-1), compressed("int-quantized", INT8)), WeightForm("grouped", 8, ALL, False)),
     "gptq-128-experts": (
@@ -162,8 +170,9 @@ def is_quantized(model: DecoderModel, name: str) -> bool:
 @pytest.mark.parametrize("ranks", [*grid(2, 1), *grid(1, 2), Ranks()], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_weights_keep_exactly_the_values_of_the_checkpoint(name, ranks, directories):
-    """The parts of a fused projection have different scales."""
+    """The parts of a fused projection have different scales. Shares of inputs in act-order are converted."""
     case, form = CASES[name]
+    form = IN_DTYPE if form.ordered and ranks.tp_size > 1 else form
     directory, exact = directories(case)
     assert {each.form for each in forms_of(directory, ranks)} == {form}
     model = loaded(directory, ranks)
@@ -173,7 +182,7 @@ def test_weights_keep_exactly_the_values_of_the_checkpoint(name, ranks, director
         torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=1e-7)
     projections = [key for key in found if key.endswith("_proj.weight")]
     assert projections
-    assert all(is_quantized(model, key) != (form.kind == "mxfp4") for key in projections)
+    assert all(is_quantized(model, key) != (form.kind in ("mxfp4", "dtype")) for key in projections)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -203,8 +212,8 @@ def test_an_update_from_the_same_files_leaves_equal_weights(name, directories):
     directory, _ = directories(CASES[name][0])
     model, other = loaded(directory), made_for(config_of(directory), Ranks(), kept=True)
     staging.apply(staging.stage(directory, other, other.config), other)
-    expected = model.state_dict()
-    for key, tensor in other.state_dict().items():
+    expected = dict(model.named_buffers()) | dict(model.named_parameters())
+    for key, tensor in (*other.named_buffers(), *other.named_parameters()):
         assert torch.equal(tensor.view(torch.uint8), expected[key].view(torch.uint8)), key
 
 
@@ -261,98 +270,10 @@ def test_the_size_of_the_weights_is_that_of_their_buffers(name, ranks, directori
         assert found == taken
 
 
-FALLBACKS = {
-    "act-order": (gptq(32, desc_act=True), "llama", {}, "are not neighbours (act-order)"),
-    "mxfp4 without experts": (MXFP4, "llama", {}, "not all experts of the layer are in MXFP4"),
-    "experts that are ignored": (
-        MXFP4 | {"modules_to_not_convert": ["experts"]},
-        "gpt_oss",
-        {},
-        "not all experts of the layer are in MXFP4",
-    ),
-    "experts of other sizes": (
-        MXFP4,
-        "gpt_oss",
-        {"intermediate_size": 80},
-        "mlp.experts.0.down_proj.weight has 80 inputs, not a multiple of 32",
-    ),
-    "groups of 16": (gptq(16), "llama", {}, "groups must have a multiple of 32 inputs of one output"),
-    "blocks of 64": (FP8 | {"weight_block_size": [64, 64]}, "llama", {}, "or for blocks of 128 x 128"),
-    "fused": (FP8, "phi3", {}, "the checkpoint has several matrices in one tensor"),
-    "multiplied": (FP8, "granite", {}, "the values of this architecture are changed when they are read"),
-    "inputs": (
-        gptq(128),
-        "llama",
-        {"intermediate_size": 192},
-        "down_proj.weight has 192 inputs, not a multiple of 128",
-    ),
-    "outputs": (BLOCKS, "llama", {"num_key_value_heads": 1}, "k_proj.weight has 64 outputs, not a multiple of 128"),
-    "ignored in a layer": (
-        compressed("pack-quantized", INT4, ignore=["lm_head", "re:.*down_proj"]),
-        "llama",
-        {},
-        "not all matrices of a layer are quantized alike",
-    ),
-}
-
-
-def described(checkpoint, settings: dict, architecture: str = "llama", **sizes) -> ModelConfig:
-    """Return the description of a checkpoint with ``settings``. Its weights are not read."""
-    raw = read_json(checkpoint(architecture, **SIZES | sizes) / "config.json")
-    return read_model_config(raw | {"quantization_config": settings})
-
-
-def reasons(config: ModelConfig, ranks: Ranks | None = None) -> set[tuple[WeightForm, str]]:
-    forms = layer_forms(config, ranks or Ranks(), range(len(config.layers)))
-    assert all(each.scheme is not None for each in forms)
-    return {(each.form, each.reason) for each in forms}
-
-
-@pytest.mark.parametrize("name", FALLBACKS)
-def test_weights_without_a_product_are_converted_with_the_reason(name, checkpoint):
-    settings, architecture, sizes, expected = FALLBACKS[name]
-    [(form, reason)] = reasons(described(checkpoint, settings, architecture, **sizes))
-    assert form == IN_DTYPE
-    assert reason.endswith(expected)
-
-
 def test_zero_points_are_refused_if_the_settings_say_that_there_are_none(directories):
     directory, _ = directories(Case(files.gptq(32), gptq(32)))
     with pytest.raises(InvalidRequest, match=r"cannot stay quantized: it has zero points, .*; use quantization=none"):
         loaded(directory)
-
-
-def test_shares_that_cut_groups_are_converted(checkpoint):
-    config = described(checkpoint, gptq(128), intermediate_size=384)
-    assert reasons(config) == {(WeightForm("grouped", 4, 128), "")}
-    [(form, reason)] = reasons(config, Ranks(0, 2))
-    assert form == IN_DTYPE
-    assert reason == "a share of mlp.down_proj.weight has 192 inputs, not a multiple of 128"
-
-
-def test_shares_of_experts_that_cut_groups_are_converted_and_whole_experts_are_not(checkpoint):
-    config = described(checkpoint, gptq(128), "qwen3_moe", **MOE | {"moe_intermediate_size": 384})
-    [(form, reason)] = reasons(config, Ranks(0, 2))
-    assert form == IN_DTYPE
-    assert reason == "a share of mlp.experts.0.down_proj.weight has 192 inputs, not a multiple of 128"
-    assert reasons(config, Ranks(0, 2, whole_experts=True)) == {(WeightForm("grouped", 4, 128), "")}
-
-
-def test_heads_that_are_padded_are_converted(checkpoint):
-    config = described(checkpoint, FP8, head_dim=48)
-    assert reasons(config) == {(WeightForm("fp8"), "")}
-    [(form, reason)] = reasons(laid_out(config, "cuda"))
-    assert (form, reason) == (IN_DTYPE, "the values of this architecture are changed when they are read")
-
-
-def test_a_layer_with_two_schemes_is_converted(checkpoint):
-    settings = compressed("mixed-precision", INT4)
-    settings["config_groups"] = {
-        "group_0": {"targets": ["Linear"], "weights": INT4, "format": "pack-quantized"},
-        "group_1": {"targets": ["re:.*self_attn.*"], "weights": FLOAT, "format": "float-quantized"},
-    }
-    [(form, reason)] = reasons(described(checkpoint, settings))
-    assert (form, reason) == (IN_DTYPE, "not all matrices of a layer are quantized alike")
 
 
 def test_layers_that_are_not_quantized_stay_in_dtype(checkpoint, tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.worker.boot.precompile.background import KernelCompiler, can_precompile
 from services.worker.boot.precompile.job import GpuTarget, Job
 from services.worker.boot.progress import BootProgress, StartTimes
+from tests.quantized_files import change_config
 from tests.worker.interpreter import needs_triton
 
 GPU = GpuTarget(name="a GPU", capability=(9, 0), memory=80 << 30, flashinfer=False)
@@ -157,6 +159,19 @@ def test_every_kind_of_start_can_be_rehearsed_without_a_device(checkpoint, tmp_p
     kernels = set(rehearse(job(checkpoint(), gpu, **flags), tmp_path)["kernels"])
     assert {"_norm", "_attend", "pick"} <= kernels
     assert absent not in kernels
+
+
+@needs_triton
+def test_weights_in_act_order_are_multiplied_by_kernels_that_take_permuted_rows(checkpoint, tmp_path):
+    """The decoder for few rows does not permute rows."""
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+    kernels = {}
+    for order in (False, True):
+        model = shutil.copytree(checkpoint(), tmp_path / f"order-{order}")
+        change_config(model, quantization_config=settings | {"desc_act": order})
+        kernels[order] = set(rehearse(job(model, quantization="checkpoint"), tmp_path)["kernels"])
+    assert {"grouped_rows", "grouped_tiles"} <= kernels[False] & kernels[True]
+    assert "norm_rows" in kernels[False] - kernels[True]
 
 
 def test_a_child_that_fails_or_cannot_be_started_changes_nothing(tmp_path, monkeypatch):

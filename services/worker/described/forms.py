@@ -30,6 +30,7 @@ class WeightForm(NamedTuple):
     bits: int = 0  # of a value, if ``grouped`` or ``mxfp4``
     group: int = ALL  # inputs that share a scale, if ``grouped`` or ``mxfp4``
     offsets: bool = False  # groups have a zero point, if ``grouped``
+    ordered: bool = False  # inputs that share a scale need not be neighbours (act-order), if ``grouped``
 
 
 IN_DTYPE = WeightForm("dtype")
@@ -110,11 +111,10 @@ def _form(scheme: Scheme) -> WeightForm | str:
         if (rows, columns) == (FP8_BLOCK, FP8_BLOCK):
             return WeightForm("fp8_blocks")
         return f"products in fp8 need one scale per tensor or row, or for blocks of {FP8_BLOCK} x {FP8_BLOCK}"
-    if scheme.act_order:
-        return "columns that share a scale are not neighbours (act-order)"
     if rows not in (ALL, 1) or columns % GROUP_MULTIPLE:
         return f"groups must have a multiple of {GROUP_MULTIPLE} inputs of one output"
-    return WeightForm("grouped", scheme.bits, columns, scheme.zeros and not scheme.symmetric)
+    offsets, ordered = scheme.zeros and not scheme.symmetric, scheme.act_order and columns != ALL
+    return WeightForm("grouped", scheme.bits, columns, offsets, ordered)
 
 
 def _unsupported(local: ModelConfig, form: WeightForm, ranks: Ranks) -> str | None:
@@ -125,6 +125,10 @@ def _unsupported(local: ModelConfig, form: WeightForm, ranks: Ranks) -> str | No
         for name, shape in shapes.items()
         if len(shape) == _MATRIX and "_proj." in name and (form.kind != "mxfp4" or name.startswith(EXPERT_PREFIX))
     }
+    if form.ordered and ranks.tp_size > 1:
+        return "inputs that share a scale are not neighbours (act-order), so ranks cannot have shares of them"
+    if form.ordered and any(name.startswith(EXPERT_PREFIX) for name in matrices):
+        return "inputs of experts that share a scale are not neighbours (act-order)"
     multiples = {
         "fp8": (FP8_MULTIPLE, FP8_MULTIPLE),
         "fp8_blocks": (FP8_BLOCK, FP8_BLOCK),

@@ -29,7 +29,7 @@ _TOGETHER = {
     "up_proj": "gate_proj",
 }
 _IN_DTYPE = ("mlp.gate.", "mlp.shared_expert_gate.")  # prefixes of matrices in a layer that are no integers
-_INT32 = 4
+_INT32, _INT64 = 4, 8
 _MOST_NUMBERED_BY_A_BYTE = 256  # experts
 # Left free for allocations that are not estimated: library workspaces, fragmentation, unusually large uploads.
 _MARGIN = 1 << 30
@@ -215,7 +215,8 @@ def _kept_bytes(shape: Shape, item: int, form: WeightForm) -> int:
         return rows * columns * form.bits // 8 + rows * (columns // form.group)  # a group has an exponent of a byte
     if form.kind == "grouped":
         groups = columns // form.group if form.group else 1
-        return rows * columns * form.bits // 8 + rows * groups * FLOAT32 * (1 + form.offsets)
+        order = columns * _INT64 if form.ordered else 0
+        return rows * columns * form.bits // 8 + rows * groups * FLOAT32 * (1 + form.offsets) + order
     scales = rows if form.kind == "fp8" else -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
     return rows * columns * FP8 + scales * FLOAT32
 

@@ -78,8 +78,15 @@ def _make_kept(form: WeightForm, dtype: torch.dtype, device: torch.device) -> Li
         from services.worker.layers import triton_grouped  # noqa: F401  the operator; loads Triton
 
     def grouped(inputs: int, outputs: int | Sequence[int], bias: bool) -> GroupedLinear:
-        group = form.group or inputs
-        return GroupedLinear(inputs, outputs, bias, bits=form.bits, group=group, offsets=form.offsets)
+        return GroupedLinear(
+            inputs,
+            outputs,
+            bias,
+            bits=form.bits,
+            group=form.group or inputs,
+            offsets=form.offsets,
+            ordered=form.ordered,
+        )
 
     return grouped
 

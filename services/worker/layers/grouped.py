@@ -136,6 +136,28 @@ class GroupedWeights(NamedTuple):
         return rows if self.order is None else rows[:, self.order.argsort()]
 
 
+class InputOrder:
+    """The order in which a layer stores its inputs, which is the same for all its parts."""
+
+    def __init__(self, stored: torch.Tensor) -> None:
+        """Create the order of a layer whose buffer is ``stored``. The first part that is loaded chooses the order."""
+        self._stored = stored
+        self._chosen: torch.Tensor | None = None
+
+    def choose(self, order: torch.Tensor) -> None:
+        """Choose ``order [inputs]``, without storing it. Raises ``ValueError`` if a part has chosen another one."""
+        if self._chosen is None:
+            self._chosen = order
+        elif not torch.equal(self._chosen, order):
+            raise ValueError("its order of inputs (g_idx) differs from that of another part of the same layer")
+
+    def settle(self) -> torch.Tensor:
+        """Store the chosen order, or choose the stored one. Return the buffer."""
+        if self._chosen is None:
+            self._chosen = self._stored.cpu()
+        return self._stored.copy_(self._chosen)
+
+
 class GroupedLinear(nn.Module):
     """Linear layer from ``[rows, inputs]`` to ``[rows, sum(outputs)]``, with a weight of ``bits`` 4 or 8."""
 
@@ -182,7 +204,8 @@ class GroupedLinear(nn.Module):
         scales = torch.zeros(inputs // group, width, dtype=torch.uint8 if floats else torch.float32)
         self.register_buffer("scales", scales)
         self.register_buffer("offsets", torch.zeros_like(scales) if offsets else None)
-        self.register_buffer("order", torch.arange(inputs) if ordered else None)
+        # A sleep that drops the weights must not drop the order, because new weights do not have it.
+        self.register_buffer("order", torch.arange(inputs) if ordered else None, persistent=False)
         self.bias = nn.Parameter(torch.empty(width), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
@@ -204,23 +227,28 @@ class GroupedLinear(nn.Module):
 
     def targets(self, *names: str) -> "dict[str, torch.Tensor | GroupedRows]":
         """Return load targets that quantize, by checkpoint name. ``names`` are the prefixes of the parts."""
-        parts = (GroupedRows(GroupedWeights.of(self), start, size) for start, size in spans(self.outputs))
+        order = None if self.order is None else InputOrder(self.order)
+        parts = (GroupedRows(GroupedWeights.of(self), start, size, order) for start, size in spans(self.outputs))
         return part_targets(names, parts, self.bias, self.outputs)
 
 
 class GroupedRows:
-    """Load target for the outputs ``start`` to ``start + size`` of ``weights``."""
+    """Load target for the outputs ``start`` to ``start + size`` of ``weights``.
 
-    def __init__(self, weights: GroupedWeights, start: int, size: int) -> None:
-        self._weights, self._start, self._inputs = weights, start, weights.shape[1]
+    ``order`` is that of the layer, if ``weights`` have one.
+    """
+
+    def __init__(self, weights: GroupedWeights, start: int, size: int, order: InputOrder | None = None) -> None:
+        self._weights, self._start, self._inputs, self._order = weights, start, weights.shape[1], order
         self.shape, self.device = torch.Size((size, self._inputs)), weights.codes.device
 
     def copy_(self, tensor: torch.Tensor) -> None:
         """Quantize and store ``tensor [outputs, inputs]`` of any dtype and device."""
         weights = self._weights
+        order = None if self._order is None else self._order.settle()
         for first in range(0, len(tensor), _QUANTIZED_ROWS):
             rows = tensor[first : first + _QUANTIZED_ROWS].to(self.device)
-            rows = rows if weights.order is None else rows[:, weights.order]
+            rows = rows if order is None else rows[:, order]
             found = to_mxfp4(rows) if weights.floats else to_grouped(rows, weights.bits, weights.group)
             self._store(first, *found, None)
 
@@ -235,16 +263,17 @@ class GroupedRows:
             and rows in (ALL, 1)
             and (columns or self._inputs) % weights.group == 0
             and (weights.offsets is not None or not scheme.zeros or scheme.symmetric)
-            and (weights.order is not None or not scheme.act_order)
+            and (self._order is not None or not scheme.act_order or columns == ALL)
         )
 
     def check_quantized(self, weight: QuantizedWeight) -> None:
         """Raise ``ValueError`` if ``copy_quantized`` would refuse ``weight``.
 
-        The orders of inputs of different parts are not compared.
+        The order of its inputs is compared with those of the parts that were checked or stored before.
         """
-        if weight.columns is not None:
-            self._sorted(weight.columns)
+        order = self._sorted(weight.columns)
+        if self._order is not None:
+            self._order.choose(order)
         scales, places = self._factors(weight)
         groups = self._inputs // self._weights.group
         if len(scales) not in (1, self.shape[0]) or groups % scales.shape[1]:
@@ -262,12 +291,9 @@ class GroupedRows:
         Its number of groups divides that of the layer. Raises ``ValueError`` if the layer cannot store the weight.
         """
         self.check_quantized(weight)
-        codes, columns = weight.codes, weight.columns
-        weights = self._weights
-        if columns is not None:
-            codes = codes[:, self._ordered(columns)]
-        elif weights.order is not None and not torch.equal(weights.order, torch.arange(self._inputs).to(self.device)):
-            raise ValueError("the parts of the layer have different orders of inputs; store them in separate layers")
+        codes = weight.codes
+        if self._order is not None:
+            codes = codes[:, self._order.settle().to(codes.device)]
         scales, places = self._factors(weight)
         for first in range(0, len(codes), _QUANTIZED_ROWS):
             rows = codes[first : first + _QUANTIZED_ROWS].to(self.device)
@@ -306,12 +332,14 @@ class GroupedRows:
         if weights.offsets is not None:
             weights.offsets[:, place] = 0 if offsets is None else offsets.t()
 
-    def _sorted(self, columns: torch.Tensor) -> torch.Tensor:
-        """Return the inputs sorted by their group.
+    def _sorted(self, columns: torch.Tensor | None) -> torch.Tensor:
+        """Return the inputs sorted by their group, which ``columns`` has. None: neighbours share a group.
 
         Raises ``ValueError`` if the layer stores no order of inputs, or the groups have different sizes.
         """
-        if self._weights.order is None:
+        if columns is None:
+            return torch.arange(self._inputs)
+        if self._order is None:
             raise ValueError(
                 "inputs of a group are not neighbours (g_idx), and the settings say that they are (desc_act)"
             )
@@ -319,12 +347,3 @@ class GroupedRows:
         if bool((sizes != sizes[0]).any()):
             raise ValueError(f"the groups have {int(sizes.min())} to {int(sizes.max())} inputs; they must be equal")
         return columns.argsort(stable=True)
-
-    def _ordered(self, columns: torch.Tensor) -> torch.Tensor:
-        """Return the inputs sorted by their group, and store them in the layer."""
-        order, stored = self._sorted(columns), self._weights.order
-        assert stored is not None
-        if self._start and not torch.equal(stored, order.to(self.device)):
-            raise ValueError("the parts of the layer have different orders of inputs; store them in separate layers")
-        stored.copy_(order)
-        return order
