@@ -238,10 +238,10 @@ class StepRunner:
     def _kept(self, shard: Shard) -> torch.Tensor | None:
         """Return the tokens that the last layer continues with, at least one, or None for all tokens.
 
-        These are the sampled tokens. Scores and recorded experts need all tokens, and the warm-up compiles no graph for
-        a selection.
+        These are the sampled tokens. Scores and the load of experts need all tokens, and the warm-up compiles no graph
+        for a selection.
         """
-        if not self._peers.alone or self.model.compiled or self._recorder is not None or shard.scores:
+        if not self._peers.alone or self.model.compiled or self.model.local.experts or shard.scores:
             return None
         kept = shard.sample_tokens if len(shard.sample_tokens) else np.zeros(1, np.int64)
         return None if len(kept) == shard.end - shard.start else torch.from_numpy(kept).to(self._device)
