@@ -57,7 +57,7 @@ def test_parts_of_a_layer_with_different_orders_are_refused_with_what_to_do(modu
 
 
 def test_a_plain_part_has_the_order_of_the_parts_before_it_and_does_not_lose_it(directories):
-    """Of the parts of a layer that are loaded at the start, one may be plain."""
+    """A start may load a layer of which one part is plain and the others are quantized."""
     directory, exact = directories(CASE)
     query, key = (f"{LAYER}.self_attn.{each}.weight" for each in ("q_proj", "k_proj"))
     model = made_for(config_of(directory), Ranks(), kept=True)

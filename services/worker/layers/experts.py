@@ -1,6 +1,6 @@
 """A mixture of experts in plain torch, for all devices and dtypes: the reference for all other implementations."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +101,7 @@ def has_blocks(scales: torch.Tensor | None) -> bool:
     return scales is not None and scales.dim() == 3
 
 
-def has_groups(scales: torch.Tensor | None) -> bool:
+def has_groups(scales: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     """Return whether ``scales`` of ``ExpertWeights`` are those of ``GroupedWeights``."""
     return scales is not None and scales.dim() == 4
 
@@ -118,14 +118,14 @@ def _top(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values[:, :count], indices[:, :count]
 
 
-def _in_panels(scales: torch.Tensor | None) -> bool:
+def _in_panels(scales: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     """Return whether ``scales`` of ``ExpertWeights`` are those of ``IntegerLinear``."""
     return scales is not None and scales.dim() == 5
 
 
 def _width(weights: ExpertWeights) -> int:
     """Return the number of inputs of the last product of an expert."""
-    if weights.down_scale is not None and _in_panels(weights.down_scale):
+    if _in_panels(weights.down_scale):
         return weights.down_scale.shape[2] * INTEGER_GROUP
     return weights.gate_up.shape[1] // 2
 
@@ -143,10 +143,10 @@ def _product(
     A matrix in fp8 or in groups is converted first.
     """
     matrix = matrices[index]
-    if scales is not None and _in_panels(scales):
+    if _in_panels(scales):
         product: torch.Tensor = torch.ops.tokasaurus.integer_product(rows, matrix, scales[index], outputs)
         return product if biases is None else product + biases[index]
-    if scales is not None and has_groups(scales):
+    if has_groups(scales):
         matrix = grouped_weights(matrix, scales[index], rows.shape[1]).dequantized().to(rows.dtype)
     elif scales is not None:
         own = scales[index]

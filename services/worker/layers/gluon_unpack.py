@@ -7,12 +7,8 @@ dtype of the rows. So a weight is rounded twice: as its scale, and as a product.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-_HALVES = (
-    "{{ .reg .b32 codes, exponent, one, middle; {select}"
-    " mov.b32 exponent, {exponent}; mov.b32 one, {one}; mov.b32 middle, {middle};"
-    " prmt.b32 $0, codes, exponent, 0x4140; prmt.b32 $1, codes, exponent, 0x4342;"
-    " fma.rn.{kind} $0, $0, one, middle; fma.rn.{kind} $1, $1, one, middle;"
-)
+from services.worker.layers.triton_unpack import BF16, FP16, FP16_BYTES, HIGH, LOW, TO_INTEGERS
+
 # The significand of bfloat16 has room for seven bits of a code. The eighth bit decides what is subtracted: 128 or 256.
 _BFLOAT16_BYTES = (
     "{{ .reg .b32 a, b, c, d, minus; mov.b32 minus, 0xBF80BF80;"
@@ -23,19 +19,19 @@ _BFLOAT16_BYTES = (
 )
 _SCALED = " mul.rn.{kind} $0, $0, $3; mul.rn.{kind} $1, $1, $4; }}"
 _SHIFTED = " fma.rn.{kind} $0, $0, $3, $5; fma.rn.{kind} $1, $1, $4, $6; }}"
-_LOW = {"select": "and.b32 codes, $2, 0x0F0F0F0F;"}
-_HIGH = {"select": "shr.b32 codes, $2, 4; and.b32 codes, codes, 0x0F0F0F0F;"}
-_BYTES = {"select": "mov.b32 codes, $2;"}
-_BF16 = {"kind": "bf16x2", "exponent": "0x43434343", "one": "0x3F803F80", "middle": "0xC308C308"}
-_FP16 = {"kind": "f16x2", "exponent": "0x64646464", "one": "0x3C003C00", "middle": "0xE408E408"}
-_FP16_BYTES = _FP16 | _BYTES | {"middle": "0xE480E480"}
 
-_BF16_LOW, _BF16_LOW_SHIFTED = (gl.constexpr((_HALVES + end).format(**_BF16 | _LOW)) for end in (_SCALED, _SHIFTED))
-_BF16_HIGH, _BF16_HIGH_SHIFTED = (gl.constexpr((_HALVES + end).format(**_BF16 | _HIGH)) for end in (_SCALED, _SHIFTED))
-_BF16_8, _BF16_8_SHIFTED = (gl.constexpr((_BFLOAT16_BYTES + end).format(**_BF16)) for end in (_SCALED, _SHIFTED))
-_FP16_LOW, _FP16_LOW_SHIFTED = (gl.constexpr((_HALVES + end).format(**_FP16 | _LOW)) for end in (_SCALED, _SHIFTED))
-_FP16_HIGH, _FP16_HIGH_SHIFTED = (gl.constexpr((_HALVES + end).format(**_FP16 | _HIGH)) for end in (_SCALED, _SHIFTED))
-_FP16_8, _FP16_8_SHIFTED = (gl.constexpr((_HALVES + end).format(**_FP16_BYTES)) for end in (_SCALED, _SHIFTED))
+
+def _with_ends(start: str, values: dict[str, str]) -> tuple[gl.constexpr, gl.constexpr]:
+    """Return the PTX that begins with ``start``, without and with offsets."""
+    return gl.constexpr((start + _SCALED).format(**values)), gl.constexpr((start + _SHIFTED).format(**values))
+
+
+_BF16_LOW, _BF16_LOW_SHIFTED = _with_ends(TO_INTEGERS, BF16 | LOW)
+_BF16_HIGH, _BF16_HIGH_SHIFTED = _with_ends(TO_INTEGERS, BF16 | HIGH)
+_BF16_8, _BF16_8_SHIFTED = _with_ends(_BFLOAT16_BYTES, BF16)
+_FP16_LOW, _FP16_LOW_SHIFTED = _with_ends(TO_INTEGERS, FP16 | LOW)
+_FP16_HIGH, _FP16_HIGH_SHIFTED = _with_ends(TO_INTEGERS, FP16 | HIGH)
+_FP16_8, _FP16_8_SHIFTED = _with_ends(TO_INTEGERS, FP16_BYTES)
 
 
 @gluon.jit

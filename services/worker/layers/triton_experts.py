@@ -303,7 +303,7 @@ def _launch(
     x_scale, scaled, floats = x, 0, False
     constants = {"INPUTS": inputs, "OUTPUTS": outputs, "BITS": 0, "GROUP": 0, "TILE": 0, "OFFSETS": False}
     constants["ASM"] = x.device.type != "cpu"  # the interpreter of Triton, on CPUs, runs no PTX
-    if scales is not None and has_groups(scales):
+    if has_groups(scales):
         weights = grouped_weights(matrices[0], scales[0], inputs)
         constants, floats = weights.constants(), weights.floats
     elif scales is not None:

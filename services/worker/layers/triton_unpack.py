@@ -11,23 +11,25 @@ difference of the exponents' biases is then missing, so a product with a power o
 import triton
 import triton.language as tl
 
-_FOUR_BITS = (
-    "{{ .reg .b32 halves, exponent, one, offset;"
+# The conversion of selected bytes, without its end, so that more can follow. ``gluon_unpack`` uses it too.
+TO_INTEGERS = (
+    "{{ .reg .b32 halves, exponent, one, middle;"
     " {select}"
-    " mov.b32 exponent, {exponent}; mov.b32 one, {one}; mov.b32 offset, {offset};"
+    " mov.b32 exponent, {exponent}; mov.b32 one, {one}; mov.b32 middle, {middle};"
     " prmt.b32 $0, halves, exponent, 0x4140; prmt.b32 $1, halves, exponent, 0x4342;"
-    " fma.rn.{kind} $0, $0, one, offset; fma.rn.{kind} $1, $1, one, offset; }}"
+    " fma.rn.{kind} $0, $0, one, middle; fma.rn.{kind} $1, $1, one, middle;"
 )
-_LOW = "and.b32 halves, $2, 0x0F0F0F0F;"
-_HIGH = "shr.b32 halves, $2, 4; and.b32 halves, halves, 0x0F0F0F0F;"
-_BYTES = "mov.b32 halves, $2;"
-_BF16 = {"kind": "bf16x2", "exponent": "0x43434343", "one": "0x3F803F80"}
-_FP16 = {"kind": "f16x2", "exponent": "0x64646464", "one": "0x3C003C00"}
-_BF16_LOW = tl.constexpr(_FOUR_BITS.format(select=_LOW, offset="0xC308C308", **_BF16))
-_BF16_HIGH = tl.constexpr(_FOUR_BITS.format(select=_HIGH, offset="0xC308C308", **_BF16))
-_FP16_LOW = tl.constexpr(_FOUR_BITS.format(select=_LOW, offset="0xE408E408", **_FP16))
-_FP16_HIGH = tl.constexpr(_FOUR_BITS.format(select=_HIGH, offset="0xE408E408", **_FP16))
-_FP16_BYTES = tl.constexpr(_FOUR_BITS.format(select=_BYTES, offset="0xE480E480", **_FP16))
+LOW = {"select": "and.b32 halves, $2, 0x0F0F0F0F;"}
+HIGH = {"select": "shr.b32 halves, $2, 4; and.b32 halves, halves, 0x0F0F0F0F;"}
+BF16 = {"kind": "bf16x2", "exponent": "0x43434343", "one": "0x3F803F80", "middle": "0xC308C308"}
+FP16 = {"kind": "f16x2", "exponent": "0x64646464", "one": "0x3C003C00", "middle": "0xE408E408"}
+FP16_BYTES = FP16 | {"select": "mov.b32 halves, $2;", "middle": "0xE480E480"}
+_INTEGERS = TO_INTEGERS + " }}"
+_BF16_LOW = tl.constexpr(_INTEGERS.format(**BF16, **LOW))
+_BF16_HIGH = tl.constexpr(_INTEGERS.format(**BF16, **HIGH))
+_FP16_LOW = tl.constexpr(_INTEGERS.format(**FP16, **LOW))
+_FP16_HIGH = tl.constexpr(_INTEGERS.format(**FP16, **HIGH))
+_FP16_BYTES = tl.constexpr(_INTEGERS.format(**FP16_BYTES))
 # The significand of bfloat16 has no room for 8 bits beside the exponent's offset, so this goes through float32.
 _BF16_BYTES = tl.constexpr(
     "{ .reg .b32 bits, exponent; .reg .f32 a, b, c, d;"
