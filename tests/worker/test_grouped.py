@@ -261,20 +261,6 @@ def test_what_the_kernel_of_hopper_takes(monkeypatch, bits, group, outputs, offs
 
 
 @needs_triton
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("inputs", "outputs"), [(128, 72), (4096, 4096), (4096, 28672), (33 * 128, 1024)])
-def test_each_part_of_the_inputs_has_a_tile(inputs, outputs, bits):
-    from services.worker.layers.triton_grouped import choose_wide
-
-    with torch.device("meta"):
-        weights = GroupedWeights.of(GroupedLinear(inputs, outputs, bits=bits))
-    chosen = {rows: choose_wide(outputs, inputs, rows, weights) for rows in (17, 64, 65, 256, 257, 1025, 8192)}
-    assert all(1 <= each.splits <= inputs // weights.tile for each in chosen.values())
-    assert [each.rows for each in chosen.values()] == [32, 64, 128, 256, 256, 256, 256]
-    assert chosen[8192].splits == 1 or outputs == 72
-
-
-@needs_triton
 @kernels
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("offsets", [False, True])
@@ -315,7 +301,8 @@ def test_a_start_on_hopper_runs_each_kernel_of_a_product(monkeypatch, inputs, ou
         weights = GroupedWeights.of(GroupedLinear(inputs, outputs, bits=4))
     changes = triton_grouped.row_changes(weights)
     assert {9, 17, 33, 65, 129} <= set(changes)
-    options = {rows: triton_grouped.choose_wide(outputs, inputs, rows, weights) for rows in range(33, 9000)}
+    options = {rows: triton_grouped.choose_wide(rows, weights) for rows in range(33, 9000)}
+    assert {rows: options[rows].rows for rows in (64, 65, 256, 8192)} == {64: 64, 65: 128, 256: 256, 8192: 256}
     begun = {options[rows] for rows in changes if rows in options}
     assert begun == set(options.values())
 

@@ -5,6 +5,9 @@ which copies. A producer warp copies rows and codes of tiles of inputs into ring
 codes to floats in registers, which are the first factor of a product of tensor cores, while these compute the product
 before. Each program multiplies several blocks, of rows by outputs, one after the other. The first copies for a block
 run at the end of the block before, and so does the copy of its results to memory.
+
+If the last blocks are too few for all programs, several programs share the inputs of a block. The one with the last
+part of them adds the sums of the others.
 """
 
 from typing import NamedTuple
@@ -22,10 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from services.worker.layers.gluon_unpack import doubled, weights_of_pairs
 
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
+
 LINES = 128  # outputs of a block
 WARPS = 8  # that compute
 _TOGETHER = gl.constexpr(8)  # blocks of rows that follow each other, so that their weights stay in the L2 cache
 _PRODUCER_REGISTERS = gl.constexpr(24)
+_MORE_TILES = gl.constexpr(2)  # of the last part of a block, since sums of the other parts have to be written first
 
 
 class Sizes(NamedTuple):
@@ -38,31 +44,24 @@ class Sizes(NamedTuple):
     tile: int  # inputs that are stored together, at least 64
     offsets: bool
     bias: bool
-    splits: int  # of the inputs
     rows: int  # of a block, a power of two, at most 256
     lines: int  # outputs of a block
     slots: int  # of the ring of rows; a slot has half a tile of inputs
     code_slots: int  # of the ring of codes
 
 
-@gluon.jit(do_not_specialize=["rows"])
-def grouped_wide(x, codes, scales, offsets, bias, results, parts, rows, C: gl.constexpr):
-    """Multiply rows by outputs, in blocks. Grid: ``(programs, splits)``.
+@gluon.jit(do_not_specialize=["rows", "shared", "parts"])
+def grouped_wide(x, codes, scales, offsets, bias, results, sums, flags, rows, shared, parts, C: gl.constexpr):
+    """Multiply rows by outputs, in blocks. Grid: ``(programs,)``, at most one for each multiprocessor.
 
     ``x [rows, inputs]``, ``codes [outputs, pairs]`` int16 and ``results [rows, outputs]`` are descriptors of tensors.
-    With several splits, each computes the sum over a part of the inputs, ``parts [splits, rows, outputs]`` float32,
-    without bias. The other tensors are those of ``GroupedLinear``, and ``C`` are ``Sizes``.
+    Each of the last ``shared`` blocks has ``parts`` programs. They leave ``sums [shared * parts, lines, rows of a
+    block]`` float32 to the one with the last part, which waits until ``flags [shared * parts]`` int32 are 1 and sets
+    them to 0, as they were before. The other tensors are those of ``GroupedLinear``, and ``C`` are ``Sizes``.
     """
-    HALF: gl.constexpr = C.tile // 2
-    TILES: gl.constexpr = C.inputs // C.tile
     SLOTS: gl.constexpr = C.slots
     CODE_SLOTS: gl.constexpr = C.code_slots
-    split = gl.program_id(1)
-    first = split * TILES // C.splits
-    count = (split + 1) * TILES // C.splits - first
-    gl.assume(count > 0)
-
-    row_ring = gl.allocate_shared_memory(x.dtype, [SLOTS, C.rows, HALF], x.layout)
+    row_ring = gl.allocate_shared_memory(x.dtype, [SLOTS, C.rows, C.tile // 2], x.layout)
     code_ring = gl.allocate_shared_memory(gl.int16, [CODE_SLOTS, C.lines, C.tile * C.bits // 16], codes.layout)
     filled = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -75,12 +74,11 @@ def grouped_wide(x, codes, scales, offsets, bias, results, parts, rows, C: gl.co
         mbarrier.init(codes_filled.index(slot), count=1)
         mbarrier.init(codes_free.index(slot), count=1)
     rings = (row_ring, code_ring, filled, free, codes_filled, codes_free)
-    # With several splits, nothing is staged.
-    staged = gl.allocate_shared_memory(x.dtype, [C.rows, C.lines], results.layout) if C.splits == 1 else row_ring
+    staged = gl.allocate_shared_memory(x.dtype, [C.rows, C.lines], results.layout)
     gl.warp_specialize(
         [
-            (_consume, (rings, staged, scales, offsets, bias, results, parts, rows, first, count, split, C)),
-            (_produce, (rings, x, codes, rows, first, count, C)),
+            (_consume, (rings, staged, scales, offsets, bias, results, sums, flags, rows, shared, parts, C)),
+            (_produce, (rings, x, codes, rows, shared, parts, C)),
         ],
         [1],
         [_PRODUCER_REGISTERS],
@@ -98,21 +96,40 @@ def _locate(block, rows, C: gl.constexpr):
 
 
 @gluon.jit
-def _count_blocks(rows, C: gl.constexpr):
-    """Return the number of blocks."""
-    return (rows + C.rows - 1) // C.rows * ((C.outputs + C.lines - 1) // C.lines)
+def _count(rows, shared, parts, C: gl.constexpr):
+    """Return the number of blocks that are not shared, and the number of units: of these blocks and of parts."""
+    whole = (rows + C.rows - 1) // C.rows * ((C.outputs + C.lines - 1) // C.lines) - shared
+    return whole, whole + shared * parts
 
 
 @gluon.jit
-def _produce(rings, x, codes, rows, first, count, C: gl.constexpr):
+def _locate_part(unit, whole, parts, C: gl.constexpr):
+    """Return the block of ``unit``, and the first of its tiles and the one after its last one."""
+    TILES: gl.constexpr = C.inputs // C.tile
+    block, first, stop = unit, 0, TILES
+    if unit >= whole:
+        part = (unit - whole) % parts
+        block = whole + (unit - whole) // parts
+        first = part * (TILES - _MORE_TILES) // parts
+        stop = (part + 1) * (TILES - _MORE_TILES) // parts
+        if part == parts - 1:
+            stop = TILES
+    gl.assume(stop > first)
+    return block, first, stop
+
+
+@gluon.jit
+def _produce(rings, x, codes, rows, shared, parts, C: gl.constexpr):
     """Fill the rings, in the order in which ``_consume`` empties them."""
     row_ring, code_ring, filled, free, codes_filled, codes_free = rings
     HALF: gl.constexpr = C.tile // 2
     WIDTH: gl.constexpr = C.tile * C.bits // 16
+    whole, units = _count(rows, shared, parts, C)
     step = 0
-    for block in range(gl.program_id(0), _count_blocks(rows, C), gl.num_programs(0)):
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+        block, first, stop = _locate_part(unit, whole, parts, C)
         row, line = _locate(block, rows, C)
-        for tile in range(first, first + count):
+        for tile in range(first, stop):
             slot = step % C.code_slots
             mbarrier.wait(codes_free.index(slot), (step // C.code_slots & 1) ^ 1)
             mbarrier.expect(codes_filled.index(slot), codes.block_type.nbytes)
@@ -153,7 +170,7 @@ def _multiply(total, weights, rings, number, C: gl.constexpr):
 
 
 @gluon.jit
-def _consume(rings, staged, scales, offsets, bias, results, parts, rows, first, count, split, C: gl.constexpr):
+def _consume(rings, staged, scales, offsets, bias, results, sums, flags, rows, shared, parts, C: gl.constexpr):
     """Multiply what is in the rings.
 
     There are two sets of registers for weights. While a product reads one of them, the next weights are written to the
@@ -164,17 +181,20 @@ def _consume(rings, staged, scales, offsets, bias, results, parts, rows, first, 
     HALF: gl.constexpr = C.tile // 2
     LINES: gl.constexpr = C.lines
     ROWS: gl.constexpr = C.rows
+    TILES: gl.constexpr = C.inputs // C.tile
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     PAIRS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 1)
+    whole, units = _count(rows, shared, parts, C)
     step = 0
-    for block in range(gl.program_id(0), _count_blocks(rows, C), gl.num_programs(0)):
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+        block, first, stop = _locate_part(unit, whole, parts, C)
         row, line = _locate(block, rows, C)
         source = gl.minimum(line + gl.arange(0, LINES, gl.SliceLayout(1, PAIRS)), C.outputs - 1)
         total = warpgroup_mma_init(gl.zeros([LINES, ROWS], gl.float32, SUMS))
         high = gl.zeros([LINES, HALF], DTYPE, WEIGHTS)
         scale, offset, second_scale, second_offset = _load_factors(scales, offsets, first, source, DTYPE, C)
-        for tile in range(first, first + count):
+        for tile in range(first, stop):
             slot = step % C.code_slots
             number = 2 * step
             mbarrier.wait(codes_filled.index(slot), step // C.code_slots & 1)
@@ -182,7 +202,7 @@ def _consume(rings, staged, scales, offsets, bias, results, parts, rows, first, 
             pairs = tile_codes.load(PAIRS) if C.bits == 4 else tile_codes.slice(0, HALF // 2, dim=1).load(PAIRS)
             low = weights_of_pairs(pairs, scale, offset, False, C.bits, C.offsets, DTYPE, WEIGHTS)
             total = _multiply(total, low, rings, number, C)
-            following = gl.minimum(tile + 1, C.inputs // C.tile - 1)
+            following = gl.minimum(tile + 1, TILES - 1)
             next_factors = _load_factors(scales, offsets, following, source, DTYPE, C)
             high = warpgroup_mma_wait(1, deps=[high])
             mbarrier.arrive(free.index((number + C.slots - 1) % C.slots), count=1, pred=tile > first)
@@ -196,21 +216,49 @@ def _consume(rings, staged, scales, offsets, bias, results, parts, rows, first, 
             mbarrier.arrive(free.index(number % C.slots), count=1)
             scale, offset, second_scale, second_offset = next_factors
             step += 1
-        sums, high = warpgroup_mma_wait(0, deps=[total, high])
+        total, high = warpgroup_mma_wait(0, deps=[total, high])
         mbarrier.arrive(free.index((2 * step + C.slots - 1) % C.slots), count=1)
 
-        columns = line + gl.arange(0, LINES, gl.SliceLayout(1, SUMS))
-        if C.splits == 1:
+        if stop < TILES:
+            _hand_over(total, sums, flags, unit - whole, SUMS)
+        else:
+            if unit >= whole:
+                total = _add_parts(total, sums, flags, unit - whole, parts, SUMS)
             if C.bias:
-                sums += gl.load(bias + gl.minimum(columns, C.outputs - 1)).to(gl.float32)[:, None]
+                columns = line + gl.arange(0, LINES, gl.SliceLayout(1, SUMS))
+                total += gl.load(bias + gl.minimum(columns, C.outputs - 1)).to(gl.float32)[:, None]
             tma.store_wait(0)  # for the copy of the results before
-            staged.permute((1, 0)).store(sums.to(DTYPE))
+            staged.permute((1, 0)).store(total.to(DTYPE))
             fence_async_shared()
             tma.async_copy_shared_to_global(results, [row, line], staged)
-        else:
-            members = row + gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))
-            part_rows = split.to(gl.int64) * rows + members
-            kept = (columns < C.outputs)[:, None] & (members < rows)[None, :]
-            gl.store(parts + part_rows[None, :] * C.outputs + columns[:, None], sums, kept)
-    if C.splits == 1:
-        tma.store_wait(0)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _places(LINES: gl.constexpr, ROWS: gl.constexpr, SUMS: gl.constexpr):
+    """Return where the elements of sums are stored. Squares of 8 by 8, which a warp has at once, are contiguous."""
+    line = gl.arange(0, LINES, gl.SliceLayout(1, SUMS))[:, None]
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))[None, :]
+    return (row // 8 * (LINES // 8) + line // 8) * 64 + line % 8 * 8 + row % 8
+
+
+@gluon.jit
+def _hand_over(total, sums, flags, slot, SUMS: gl.constexpr):
+    """Write ``total`` to ``sums[slot]``, for the program that adds it."""
+    LINES: gl.constexpr = total.shape[0]
+    ROWS: gl.constexpr = total.shape[1]
+    gl.store(sums + slot * (LINES * ROWS) + _places(LINES, ROWS, SUMS), total)
+    _barrier()
+    gl.atomic_xchg(flags + slot, 1, sem="release")
+
+
+@gluon.jit
+def _add_parts(total, sums, flags, slot, parts, SUMS: gl.constexpr):
+    """Return ``total`` and the sums of the parts before ``slot``, if it is the last part of a block."""
+    LINES: gl.constexpr = total.shape[0]
+    ROWS: gl.constexpr = total.shape[1]
+    for other in range(slot - parts + 1, slot):
+        while gl.atomic_cas(flags + other, 1, 0, sem="acquire") == 0:
+            pass
+        total += gl.load(sums + other * (LINES * ROWS) + _places(LINES, ROWS, SUMS))
+    return total

@@ -5,6 +5,7 @@ Hopper. On other GPUs, and for weights that it does not take, a Triton kernel mu
 rows first write a part of the weights in 16 bits, which stays in the L2 cache for the following product.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ _SMALLEST_DOT = 8  # the smallest number of rows of a product on tensor cores
 _SMALLEST_SLICE = 1024  # outputs
 _PROGRAMS = 132  # the number of SMs
 _MOST_SPLITS = 8
+_FEWEST_TILES = 8  # of inputs that are worth another program
 _SUMMED = 1024  # elements per program of ``grouped_sum``
 _DEQUANTIZED_OUTPUTS = 64  # per program
 _SMALLEST_WIDE_ROWS, _LARGEST_WIDE_ROWS = 32, 256  # of a block of ``grouped_wide``
@@ -69,7 +71,6 @@ class WideOptions(NamedTuple):
     rows: int
     slots: int
     code_slots: int
-    splits: int  # of the inputs
 
 
 def choose_rows(outputs: int, inputs: int, rows: int, bits: int) -> RowsOptions:
@@ -94,7 +95,9 @@ def choose_tiles(outputs: int, inputs: int, rows: int, weights: GroupedWeights) 
     block, warps = (64, 4) if small else (128, 8)
     programs = triton.cdiv(rows, padded) * triton.cdiv(outputs, block)
     # Of programs with small tiles, an SM runs two at once. More splits also write and read more sums.
-    splits = _splits(programs, inputs // weights.tile, (2 if small else 1) * _PROGRAMS)
+    most, tiles, splits = (2 if small else 1) * _PROGRAMS, inputs // weights.tile, 1
+    while splits < _MOST_SPLITS and programs * splits * 2 <= most and tiles >= splits * _FEWEST_TILES:
+        splits *= 2
     # Three stages of 256 rows and bytes would take nearly all shared memory.
     stages = 4 if padded <= 64 else 2 if padded == 256 and weights.bits == 8 else 3
     return TilesOptions(padded, block, splits, scale_sums, warps, stages)
@@ -115,20 +118,10 @@ def supports_wide(weights: GroupedWeights) -> bool:
     return is_hopper(weights.codes.device) and weights.tile >= _WIDE_TILE and outputs % _WIDE_MULTIPLE == 0 and fine
 
 
-def choose_wide(outputs: int, inputs: int, rows: int, weights: GroupedWeights) -> WideOptions:
+def choose_wide(rows: int, weights: GroupedWeights) -> WideOptions:
     """Return the options of ``grouped_wide`` for ``rows`` rows."""
     padded = min(_LARGEST_WIDE_ROWS, max(_SMALLEST_WIDE_ROWS, triton.next_power_of_2(rows)))
-    slots, code_slots = (_WIDE_SLOTS if weights.bits == 4 else _WIDE_SLOTS_8_BITS)[padded]
-    splits = _splits(triton.cdiv(rows, padded) * triton.cdiv(outputs, LINES), inputs // weights.tile, _PROGRAMS)
-    return WideOptions(padded, slots, code_slots, splits)
-
-
-def _splits(programs: int, tiles: int, most: int) -> int:
-    """Return the number of parts of the inputs, with which there are at most ``most`` programs."""
-    splits = 1
-    while splits < _MOST_SPLITS and programs * splits * 2 <= most and tiles >= splits * 8:
-        splits *= 2
-    return splits
+    return WideOptions(padded, *(_WIDE_SLOTS if weights.bits == 4 else _WIDE_SLOTS_8_BITS)[padded])
 
 
 def most_fused_rows(outputs: int, inputs: int) -> int:
@@ -148,11 +141,10 @@ def row_changes(weights: GroupedWeights) -> list[int]:
         if rows <= MOST_ROWS:
             return choose_rows(outputs, inputs, rows, weights.bits), _padded(rows)
         if wide and rows >= fewest_wide:
-            return choose_wide(outputs, inputs, rows, weights)
+            return choose_wide(rows, weights)
         return choose_tiles(outputs, inputs, rows, weights) if rows <= most_fused_rows(outputs, inputs) else None
 
-    candidates = [*range(2, MOST_FUSED_ROWS + 2), *(tiles * _LARGEST_WIDE_ROWS + 1 for tiles in range(2, _PROGRAMS))]
-    return [rows for rows in candidates if kernel(rows) != kernel(rows - 1)]
+    return [rows for rows in range(2, MOST_FUSED_ROWS + 2) if kernel(rows) != kernel(rows - 1)]
 
 
 def _padded(rows: int) -> int:
@@ -245,7 +237,10 @@ def launch_tiles(
         num_warps=options.warps, num_stages=stages,
     )  # fmt: skip
     if not whole:
-        _add_parts(sums, weights.bias, out)
+        grouped_sum[(triton.cdiv(out.numel(), _SUMMED),)](
+            sums, out if weights.bias is None else weights.bias, out, out.numel(), OUTPUTS=outputs,
+            BIAS=weights.bias is not None, SPLITS=splits, BLOCK=_SUMMED,
+        )  # fmt: skip
 
 
 def launch_wide(
@@ -253,37 +248,45 @@ def launch_wide(
 ) -> None:
     """Write the product of any number of rows to ``out``, if ``supports_wide``. ``options``: None = choose them."""
     (outputs, inputs), rows, tile = weights.shape, x.shape[0], weights.tile
-    options = options or choose_wide(outputs, inputs, rows, weights)
-    whole = options.splits == 1
-    parts = out if whole else torch.empty((options.splits, rows, outputs), dtype=torch.float32, device=x.device)
+    options = options or choose_wide(rows, weights)
     sizes = Sizes(
         inputs, outputs, weights.bits, weights.group, tile, weights.offsets is not None, weights.bias is not None,
-        options.splits, options.rows, LINES, options.slots, options.code_slots,
+        options.rows, LINES, options.slots, options.code_slots,
     )  # fmt: skip
     blocks = triton.cdiv(rows, options.rows) * triton.cdiv(outputs, LINES)
+    shared, parts = share_blocks(blocks, inputs // tile, multiprocessors(x.device))
+    sums = torch.empty((shared * parts, LINES, options.rows), dtype=torch.float32, device=x.device)
     codes = weights.codes.view(torch.int16)
-    grouped_wide[(min(multiprocessors(x.device), blocks), options.splits)](
+    grouped_wide[(min(blocks - shared + shared * parts, multiprocessors(x.device)),)](
         _describe(x, options.rows, tile // 2), _describe(codes, LINES, tile * weights.bits // 16),
         weights.scales, weights.scales if weights.offsets is None else weights.offsets,
-        x if weights.bias is None else weights.bias, _describe(out, options.rows, LINES), parts, rows, C=sizes,
-        num_warps=WARPS,
+        x if weights.bias is None else weights.bias, _describe(out, options.rows, LINES), sums, _flags(x.device),
+        rows, shared, parts, C=sizes, num_warps=WARPS,
     )  # fmt: skip
-    if not whole:
-        _add_parts(parts, weights.bias, out)
+
+
+def share_blocks(blocks: int, tiles: int, programs: int) -> tuple[int, int]:
+    """Return how many of the blocks are shared by programs, and by how many each.
+
+    ``tiles`` of inputs are shared. ``programs`` run at the same time.
+    """
+    last = blocks % programs
+    parts = min(programs // last, max(1, tiles // _FEWEST_TILES)) if last else 1
+    return (last, parts) if parts > 1 else (0, 1)
+
+
+@functools.cache
+def _flags(device: torch.device) -> torch.Tensor:
+    """Return the flags of ``grouped_wide`` on ``device``, whose products run one after the other."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the first product of a device cannot be captured in a graph")
+    return torch.zeros(multiprocessors(device), dtype=torch.int32, device=device)
 
 
 def _describe(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return a descriptor of ``matrix``, of 16-bit elements, for copies of ``[rows, columns]`` to or from memory."""
     layout = NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16)
     return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
-
-
-def _add_parts(parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """Write the sum of ``parts [splits, rows, outputs]`` and ``bias`` to ``out``."""
-    grouped_sum[(triton.cdiv(out.numel(), _SUMMED),)](
-        parts, out if bias is None else bias, out, out.numel(), OUTPUTS=out.shape[1], BIAS=bias is not None,
-        SPLITS=len(parts), BLOCK=_SUMMED,
-    )  # fmt: skip
 
 
 def multiply_slices(x: torch.Tensor, weights: GroupedWeights, out: torch.Tensor) -> None:
