@@ -7,16 +7,8 @@ dtype of the rows. So a weight is rounded twice: as its scale, and as a product.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from services.worker.layers.triton_unpack import BF16, FP16, FP16_BYTES, HIGH, LOW, TO_INTEGERS
+from services.worker.layers.triton_unpack import BF16, BF16_BYTES, FP16, FP16_BYTES, HIGH, LOW, TO_INTEGERS
 
-# The significand of bfloat16 has room for seven bits of a code. The eighth bit decides what is subtracted: 128 or 256.
-_BFLOAT16_BYTES = (
-    "{{ .reg .b32 a, b, c, d, minus; mov.b32 minus, 0xBF80BF80;"
-    " prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;"
-    " lop3.b32 c, a, 0x00800080, 0x43004300, 0xAE; lop3.b32 d, b, 0x00800080, 0x43004300, 0xAE;"
-    " lop3.b32 a, a, 0x007F007F, 0x43004300, 0xEA; lop3.b32 b, b, 0x007F007F, 0x43004300, 0xEA;"
-    " fma.rn.bf16x2 $0, c, minus, a; fma.rn.bf16x2 $1, d, minus, b;"
-)
 _SCALED = " mul.rn.{kind} $0, $0, $3; mul.rn.{kind} $1, $1, $4; }}"
 _SHIFTED = " fma.rn.{kind} $0, $0, $3, $5; fma.rn.{kind} $1, $1, $4, $6; }}"
 
@@ -28,7 +20,7 @@ def _with_ends(start: str, values: dict[str, str]) -> tuple[gl.constexpr, gl.con
 
 _BF16_LOW, _BF16_LOW_SHIFTED = _with_ends(TO_INTEGERS, BF16 | LOW)
 _BF16_HIGH, _BF16_HIGH_SHIFTED = _with_ends(TO_INTEGERS, BF16 | HIGH)
-_BF16_8, _BF16_8_SHIFTED = _with_ends(_BFLOAT16_BYTES, BF16)
+_BF16_8, _BF16_8_SHIFTED = _with_ends(BF16_BYTES, BF16)
 _FP16_LOW, _FP16_LOW_SHIFTED = _with_ends(TO_INTEGERS, FP16 | LOW)
 _FP16_HIGH, _FP16_HIGH_SHIFTED = _with_ends(TO_INTEGERS, FP16 | HIGH)
 _FP16_8, _FP16_8_SHIFTED = _with_ends(TO_INTEGERS, FP16_BYTES)

@@ -6,6 +6,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from services.worker.layers.triton_few_rows import gate_pairs, load_squares, store_prepared, weight_rows
 from services.worker.layers.triton_overlap import load_early, load_float_in_place
+from services.worker.layers.triton_unpack import byte_floats
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -38,6 +39,7 @@ def product(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Multiply all rows by ``BLOCK_OUT`` weight rows in each program. Grid: ``(blocks of outputs,)``.
 
@@ -46,7 +48,7 @@ def product(
     ``weight_scale`` then is ``[row blocks, column blocks]``. ``PREPARED``: number of parts in ``squares_before``, or 0
     if ``x`` is not prepared for its norm. ``PREPARES``: prepare ``out`` for the next norm. ``STAGES``: pipeline stages.
     ``OVERLAP``: start before the previous kernel has ended. The next kernel may start only after the previous one has
-    ended, because waiting programs of a third kernel cost more than they save.
+    ended, because waiting programs of a third kernel cost more than they save. ``ASM``: use PTX.
     """
     RESULTS: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
     SIZE: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
@@ -101,13 +103,15 @@ def product(
             squares += wide * wide
             scale = tl.load(norm + start + offsets, inside, other=0.0).to(tl.float32)
             values = (wide * scale[:, :, None]).to(values.dtype)
+        if SCALED > 0:
+            tile = byte_floats(tile, values.dtype, ASM)
         if SCALED > 1:
             following = tl.minimum((start + BLOCK_IN + part_inputs) // SCALED, COLUMNS - 1)
             next_scales = load_float_in_place(scale_pointers + following, OVERLAP)
-            parts += tl.dot(tile.to(values.dtype), values) * block_scales[:, :, None]
+            parts += tl.dot(tile, values) * block_scales[:, :, None]
             block_scales = next_scales
         else:
-            parts = tl.dot(tile.to(values.dtype), values, parts)
+            parts = tl.dot(tile, values, parts)
     total = tl.sum(parts, axis=0)
     if SCALED == 1:
         total *= weight_scales[:, None]

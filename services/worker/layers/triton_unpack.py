@@ -1,11 +1,12 @@
-"""Conversion of packed integers, and of floats of 4 bits, to 16-bit floats, for Triton kernels.
+"""Conversion of packed integers, and of floats of 4 and 8 bits, to 16-bit floats, for Triton kernels.
 
 A byte becomes the low bits of a float whose exponent makes these bits its integer part: 128 to 143 in bfloat16, 1024 to
 1279 in float16. One subtraction for two values then gives the signed integer exactly. A conversion instruction for each
 value would take longer than reading the value from memory.
 
-Sign, exponent and significand of a float of 4 bits (E2M1) are moved to the places that they have in a 16-bit float. The
-difference of the exponents' biases is then missing, so a product with a power of two gives the value exactly.
+Sign, exponent and significand of a float of 4 bits (E2M1) or 8 bits (E4M3) are moved to the places that they have in a
+16-bit float. The difference of the exponents' biases is then missing, so a product with a power of two gives the value
+exactly.
 """
 
 import triton
@@ -30,16 +31,16 @@ _BF16_HIGH = tl.constexpr(_INTEGERS.format(**BF16, **HIGH))
 _FP16_LOW = tl.constexpr(_INTEGERS.format(**FP16, **LOW))
 _FP16_HIGH = tl.constexpr(_INTEGERS.format(**FP16, **HIGH))
 _FP16_BYTES = tl.constexpr(_INTEGERS.format(**FP16_BYTES))
-# The significand of bfloat16 has no room for 8 bits beside the exponent's offset, so this goes through float32.
-_BF16_BYTES = tl.constexpr(
-    "{ .reg .b32 bits, exponent; .reg .f32 a, b, c, d;"
-    " mov.b32 bits, $2; mov.b32 exponent, 0x4B000000;"
-    " prmt.b32 a, bits, exponent, 0x7440; prmt.b32 b, bits, exponent, 0x7441;"
-    " prmt.b32 c, bits, exponent, 0x7442; prmt.b32 d, bits, exponent, 0x7443;"
-    " sub.f32 a, a, 0f4B000080; sub.f32 b, b, 0f4B000080;"
-    " sub.f32 c, c, 0f4B000080; sub.f32 d, d, 0f4B000080;"
-    " cvt.rn.bf16x2.f32 $0, b, a; cvt.rn.bf16x2.f32 $1, d, c; }"
+# As ``TO_INTEGERS``, for bytes. The significand of bfloat16 has room for seven bits of a code. The eighth bit decides
+# what is subtracted: 128 or 256.
+BF16_BYTES = (
+    "{{ .reg .b32 a, b, c, d, minus; mov.b32 minus, 0xBF80BF80;"
+    " prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;"
+    " lop3.b32 c, a, 0x00800080, 0x43004300, 0xAE; lop3.b32 d, b, 0x00800080, 0x43004300, 0xAE;"
+    " lop3.b32 a, a, 0x007F007F, 0x43004300, 0xEA; lop3.b32 b, b, 0x007F007F, 0x43004300, 0xEA;"
+    " fma.rn.bf16x2 $0, c, minus, a; fma.rn.bf16x2 $1, d, minus, b;"
 )
+_BF16_BYTES = tl.constexpr((BF16_BYTES + " }}").format())
 _FLOATS = (
     "{{ .reg .b32 bytes, lanes, signs, none, power, zero;"
     " mov.b32 bytes, $2; mov.b32 none, 0; mov.b32 power, {power}; mov.b32 zero, 0x80008000;"
@@ -56,6 +57,10 @@ _BF16_LOW_FLOATS = tl.constexpr(_FLOATS.format(signs=4, shift="shr.b32 lanes, la
 _BF16_HIGH_FLOATS = tl.constexpr(_FLOATS.format(signs=0, shift="shr.b32 lanes, lanes, 6;", **_BF16_E2M1))
 _FP16_LOW_FLOATS = tl.constexpr(_FLOATS.format(signs=4, shift="shl.b32 lanes, lanes, 1;", **_FP16_E2M1))
 _FP16_HIGH_FLOATS = tl.constexpr(_FLOATS.format(signs=0, shift="shr.b32 lanes, lanes, 3;", **_FP16_E2M1))
+_BF16_E4M3 = {"kind": "bf16x2", "power": "0x7B807B80", "places": "0x07F007F0"}  # 2 to the power of 120
+_FP16_E4M3 = {"kind": "f16x2", "power": "0x5C005C00", "places": "0x3F803F80"}  # 2 to the power of 8
+_BF16_BYTE_FLOATS = tl.constexpr(_FLOATS.format(signs=0, shift="shr.b32 lanes, lanes, 4;", **_BF16_E4M3))
+_FP16_BYTE_FLOATS = tl.constexpr(_FLOATS.format(signs=0, shift="shr.b32 lanes, lanes, 1;", **_FP16_E4M3))
 _BF16_ONES = tl.constexpr("{ mov.b32 $0, 0x3F803F80; mov.b32 $1, 0x3F803F80; }")
 _FP16_ONES = tl.constexpr("{ mov.b32 $0, 0x3C003C00; mov.b32 $1, 0x3C003C00; }")
 
@@ -106,6 +111,13 @@ def low_floats(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
 def high_floats(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Return the floats of the high four bits of each byte, as ``low_halves`` does."""
     return _run(codes, _BF16_HIGH_FLOATS, _FP16_HIGH_FLOATS, DTYPE) if ASM else _float(codes >> 4, DTYPE)
+
+
+@triton.jit
+def byte_floats(values, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Return floats of 8 bits (E4M3, none of them NaN) as ``low_halves`` does."""
+    codes = values.to(tl.uint8, bitcast=True)
+    return _run(codes, _BF16_BYTE_FLOATS, _FP16_BYTE_FLOATS, DTYPE) if ASM else values.to(DTYPE)
 
 
 @triton.jit

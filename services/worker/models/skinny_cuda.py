@@ -31,9 +31,6 @@ from services.worker.models.base import RankModel
 from services.worker.models.decoder import DecoderLayer, DecoderModel
 from services.worker.parallel.exchange import ALONE, Exchange
 
-# Row limit for wide models in fp8, measured on an H200 with Llamas of 1B (hidden size 2,048) and 8B (4,096).
-_MOST_ROWS_WIDE_FP8 = 8
-_WIDE_HIDDEN_SIZE = 4096
 # Row limit with several ranks, whose products are smaller. With two H200 and the 8B shape, the time per token was 15 %
 # less for one stream and 4 % less for 8.
 _MOST_ROWS_OF_RANK = 8
@@ -66,11 +63,7 @@ class SkinnyDecoder:
                 " in one stage, and all features of the layers must be in SUPPORTED; use the model itself"
             )
         self._model = model
-        wide = model.config.hidden_size >= _WIDE_HIDDEN_SIZE
-        # With more rows, the products of cuBLAS are faster.
-        self.most_rows = _MOST_ROWS_WIDE_FP8 if model.quantizes and wide else MOST_ROWS
-        if model.ranks.tp_size > 1:
-            self.most_rows = min(self.most_rows, _MOST_ROWS_OF_RANK)
+        self.most_rows = MOST_ROWS if model.ranks.tp_size == 1 else _MOST_ROWS_OF_RANK
 
     def __call__(
         self,
