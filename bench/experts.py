@@ -32,7 +32,7 @@ _OPTIONS = {"rows": (16, 32, 64, 128), "group": (1, 4, 8, 16)}
 _TILE_OPTIONS = {
     "outputs": (32, 64, 128, 256),
     "inputs": (32, 64, 128, 256),
-    "warps": (4, 8),
+    "warps": (2, 4, 8),
     "stages": (2, 3, 4, 5),
 }
 
@@ -102,8 +102,7 @@ def _tune(config: BenchConfig, shape: Shape, layers: list[Layer]) -> dict[str, A
 
     pairs, deadline = layers[0].routes.experts.numel(), time.monotonic() + config.seconds
     weights = layers[0].weights
-    in_groups = has_groups(weights.down_scale)
-    best = choose_tiles(pairs, shape.experts, weights.down.itemsize, blocks=in_groups)
+    best = choose_tiles(pairs, shape.experts, weights.down.itemsize, groups=has_groups(weights.down_scale))
 
     def ms(tiles: ExpertTiles, streamed: bool) -> float | None:
         def run(layer: Layer) -> torch.Tensor:

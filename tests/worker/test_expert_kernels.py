@@ -1,5 +1,6 @@
 """The kernels for mixtures of experts on CUDA, against plain torch."""
 
+import itertools
 from typing import get_args
 
 import pytest
@@ -275,8 +276,8 @@ def test_a_mixture_in_fp8_with_scales_of_blocks(tokens, hidden, width):
 def test_tiles_for_scales_of_blocks_have_one_scale_per_iteration():
     from services.worker.layers.expert_tiles import choose_tiles
 
-    for pairs in (8, 300, 3000, 100_000):
-        tiles = choose_tiles(pairs, 128, 1, blocks=True)
+    for pairs, scales in itertools.product((8, 300, 3000, 100_000), ("blocks", "groups")):
+        tiles = choose_tiles(pairs, 128, 1, **{scales: True})
         assert max(*tiles.gate_up[:2], *tiles.down[:2]) <= BLOCK
 
 
