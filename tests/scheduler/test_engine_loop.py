@@ -12,7 +12,7 @@ from services.common.plan.types import SamplingSettings
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.request import FinishReason, Request
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.engine import loop
+from services.scheduler.engine import loop, planning
 from services.scheduler.engine.events import Accepted, Rejected
 from services.scheduler.engine.inbox import MOST_SUBMITTED, Inbox
 from services.scheduler.engine.loop import EngineLoop
@@ -154,6 +154,23 @@ def test_plans_of_short_steps_that_come_late_are_sent_together(bench, monkeypatc
         held and (prefill or more)
         for held, prefill, more in zip(with_next, prefills, [*prefills[1:], True], strict=True)
     )
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.0, 2), (3600.0, 1)])
+def test_the_next_plan_is_built_after_one_with_prompts_was_sent(bench, monkeypatch, seconds, most):
+    send, in_flight = bench.worker.send, []
+
+    def note(plan):
+        send(plan)
+        in_flight.append(bench.core.plans_in_flight)
+        bench.loop.post(bench.worker.answer)
+
+    monkeypatch.setattr(planning, "_SENDING_S", seconds)
+    monkeypatch.setattr(bench.worker, "send", note)
+    bench.loop.worker_connected(bench.worker)
+    bench.submit(0)
+    bench.run_until(lambda: len(bench.finished()) == 1)
+    assert max(in_flight) == most
 
 
 def test_a_submission_of_many_samples_counts_as_many(bench, monkeypatch):

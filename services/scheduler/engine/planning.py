@@ -7,6 +7,8 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.pace import Pace
 from services.scheduler.workers.stream import ReceivedResult, WorkerStream
 
+# After a plan with tokens of prompts, for the thread that sends it. To build the next plan at once would delay it.
+_SENDING_S = 0.0003
 _SHARED_S = 600.0  # after requests of two keys ran together, plans behind long steps are sent late for this time
 
 
@@ -17,6 +19,7 @@ class Planning:
         self._core = core
         self._pace = Pace()
         self._ahead = (1, 1)  # least and most plans in flight
+        self._sending_until = 0.0
         self._shared_until = 0.0  # until then plans are sent late, so that requests of all keys can be included
         self.due_at = 0.0  # earliest time of the next plan; 0 if it is not held
 
@@ -52,9 +55,11 @@ class Planning:
         """
         core, queue, pace = self._core, self._core.state.queue, self._pace
         now, self.due_at = time.monotonic(), 0.0
-        if core.plans_in_flight < queue.steps_ahead and (later_s := self._hold(now)):
-            self.due_at = now + later_s
-            return []
+        if core.plans_in_flight < queue.steps_ahead:
+            due_at = max(now + self._hold(now), self._sending_until if core.plans_in_flight else 0.0)
+            if due_at > now:
+                self.due_at = due_at
+                return []
         plans: list[PlannedStep] = []
         most = pace.together if core.plans_in_flight else 1
         while len(plans) < most and not (plans and plans[-1].prefill_tokens):
@@ -66,6 +71,8 @@ class Planning:
             plans.append(plan)
             now, full = time.monotonic(), waiting and not plan.postponed
             pace.sent(now, now - begun, full=full, tokens=plan.tokens, follows=plan.follows)
+        if plans and plans[-1].prefill_tokens:
+            self._sending_until = now + _SENDING_S
         return plans
 
     def _hold(self, now: float) -> float:
