@@ -118,6 +118,7 @@ def test_an_answer_that_comes_among_submissions_is_followed_by_a_plan(bench, mon
             answered_at.append(accepted)
             bench.worker.answer()
 
+    monkeypatch.setattr(planning, "SENDING_S", 0.0)
     monkeypatch.setattr(bench.core, "submit", answering)
     bench.loop.worker_connected(bench.worker)
     for handle in range(2000):
@@ -165,7 +166,7 @@ def test_the_next_plan_is_built_after_one_with_prompts_was_sent(bench, monkeypat
         in_flight.append(bench.core.plans_in_flight)
         bench.loop.post(bench.worker.answer)
 
-    monkeypatch.setattr(planning, "_SENDING_S", seconds)
+    monkeypatch.setattr(planning, "SENDING_S", seconds)
     monkeypatch.setattr(bench.worker, "send", note)
     bench.loop.worker_connected(bench.worker)
     bench.submit(0)

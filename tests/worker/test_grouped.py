@@ -228,7 +228,7 @@ def test_inputs_can_be_split_over_programs(bits, splits, scale_sums):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("rows", "outputs"), [(1, 72), (33, 1000), (90, 264), (300, 5000), (3000, 5000)])
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 72), (33, 1000), (90, 264), (1000, 5000), (3000, 5000)])
 def test_kernel_of_hopper_gives_what_dequantized_weights_give(rows, outputs, offsets, bias, bits, group, inputs, dtype):
     from services.worker.layers.triton_grouped import launch_wide, supports_wide
 
@@ -258,6 +258,21 @@ def test_what_the_kernel_of_hopper_takes(monkeypatch, bits, group, outputs, offs
     for hopper in (False, True):
         monkeypatch.setattr(triton_grouped, "is_hopper", lambda _, hopper=hopper: hopper)
         assert triton_grouped.supports_wide(GroupedWeights.of(linear)) == (supported and hopper)
+
+
+@needs_triton
+@pytest.mark.parametrize("programs", [1, 78, 114, 132, 144])
+def test_shared_blocks_fill_the_multiprocessors_at_most_once(programs):
+    from services.worker.layers.triton_grouped import share_blocks
+
+    for blocks in range(1, 300):
+        for tiles in (1, 15, 16, 17, 32, 112, 519):
+            shared, parts = share_blocks(blocks, tiles, programs)
+            assert shared * parts <= programs
+            assert (blocks - shared) % programs == 0 or shared == 0
+            assert parts == 1 or tiles >= 8 * parts
+    assert share_blocks(448, 32, 132) == (52, 2)
+    assert share_blocks(64, 112, 132) == (64, 2)
 
 
 @needs_triton

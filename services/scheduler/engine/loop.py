@@ -227,6 +227,7 @@ class EngineLoop:
             self._counters.loop_plan_ns += self._lap_ns()
             for plan, following in zip_longest(plans, plans[1:]):
                 self._send(self._stream, plan, with_next=following is not None and not following.prefill_tokens)
+            self._planning.sent(plans)
             self._counters.loop_send_ns += self._lap_ns()
         self._counters.loop_plan_ns += self._lap_ns()
 

@@ -7,8 +7,8 @@ from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.pace import Pace
 from services.scheduler.workers.stream import ReceivedResult, WorkerStream
 
-# After a plan with tokens of prompts, for the thread that sends it. To build the next plan at once would delay it.
-_SENDING_S = 0.0003
+# Seconds without a new plan after one with tokens of prompts. Building one would delay the thread that sends plans.
+SENDING_S = 0.0003
 _SHARED_S = 600.0  # after requests of two keys ran together, plans behind long steps are sent late for this time
 
 
@@ -38,7 +38,9 @@ class Planning:
     @property
     def is_due(self) -> bool:
         """True if another plan may be sent now."""
-        return self._core.plans_in_flight < self._core.state.queue.steps_ahead and self.due_at <= time.monotonic()
+        in_flight = self._core.plans_in_flight
+        held = in_flight and self.due_at > time.monotonic()
+        return in_flight < self._core.state.queue.steps_ahead and not held
 
     def adjust(self) -> None:
         """Tell the core the measured cost of a step and the limit of plans in flight, which it may refuse to raise."""
@@ -51,7 +53,8 @@ class Planning:
     def build(self) -> list[PlannedStep]:
         """Build the plans that are sent together, or none if none is allowed or needed now.
 
-        Without plans in flight it is one plan. A plan with tokens of prompts is the last one, so that it is sent now.
+        Without plans in flight it is one plan, now. A plan with tokens of prompts is the last one, so that it is sent
+        now. While it is being sent, others wait.
         """
         core, queue, pace = self._core, self._core.state.queue, self._pace
         now, self.due_at = time.monotonic(), 0.0
@@ -71,9 +74,12 @@ class Planning:
             plans.append(plan)
             now, full = time.monotonic(), waiting and not plan.postponed
             pace.sent(now, now - begun, full=full, tokens=plan.tokens, follows=plan.follows)
-        if plans and plans[-1].prefill_tokens:
-            self._sending_until = now + _SENDING_S
         return plans
+
+    def sent(self, plans: list[PlannedStep]) -> None:
+        """Note that ``plans``, which ``build`` returned, were given to the thread that sends them."""
+        if plans[-1].prefill_tokens:
+            self._sending_until = time.monotonic() + SENDING_S
 
     def _hold(self, now: float) -> float:
         """Return the seconds for which to delay the next plan.

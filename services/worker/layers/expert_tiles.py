@@ -32,8 +32,9 @@ class ExpertTiles(NamedTuple):
 
 
 _MOST = 1 << 62  # exceeds any number of pairs
-# The tile of few pairs with weights that have scales of groups, the fastest of 18 for Qwen3-30B-A3B and gpt-oss-20b.
-_FEW_ROWS, _FEW_IN_GROUPS = 16, Tile(32, 128, 2, 3)
+_FEW_ROWS = 16  # pairs per block with the fewest pairs
+# The tile for these if weights have scales of groups, the fastest of 18 for Qwen3-30B-A3B and gpt-oss-20b.
+_FEW_IN_GROUPS = Tile(32, 128, 2, 3)
 # Options by the bytes of a weight, 2 (16 bits) or 1 (fp8), and then by the largest mean number of pairs per expert.
 # They are the fastest of those tried on an H200 with the shape of Qwen3-30B-A3B.
 _TABLES: dict[int, dict[int, ExpertTiles]] = {
@@ -59,8 +60,8 @@ _TABLES: dict[int, dict[int, ExpertTiles]] = {
 def choose_tiles(pairs: int, experts: int, item: int, *, blocks: bool = False, groups: bool = False) -> ExpertTiles:
     """Return the options for ``pairs`` of ``experts``, with weights of ``item`` bytes.
 
-    ``blocks`` and ``groups`` are true for weights that have scales of blocks or of groups. There, with more pairs than
-    ``_FEW_IN_GROUPS`` is for, other tiles are up to 10 % faster.
+    ``blocks`` and ``groups`` are true for weights that have scales of blocks or of groups. There, other tiles are up to
+    10 % faster, except for few pairs and scales of groups.
     """
     table = _TABLES[item]
     tiles = next(tiles for most, tiles in table.items() if pairs <= most * experts)

@@ -6,8 +6,8 @@ codes to floats in registers, which are the first factor of a product of tensor 
 before. Each program multiplies several blocks, of rows by outputs, one after the other. The first copies for a block
 run at the end of the block before, and so does the copy of its results to memory.
 
-If the last blocks are too few for all programs, several programs share the inputs of a block. The one with the last
-part of them adds the sums of the others.
+If the last blocks are enough for at most half of the programs, several programs share the inputs of a block. The one
+with the last part of them adds the sums of the others.
 """
 
 from typing import NamedTuple
@@ -55,9 +55,9 @@ def grouped_wide(x, codes, scales, offsets, bias, results, sums, flags, rows, sh
     """Multiply rows by outputs, in blocks. Grid: ``(programs,)``, at most one for each multiprocessor.
 
     ``x [rows, inputs]``, ``codes [outputs, pairs]`` int16 and ``results [rows, outputs]`` are descriptors of tensors.
-    Each of the last ``shared`` blocks has ``parts`` programs. They leave ``sums [shared * parts, lines, rows of a
-    block]`` float32 to the one with the last part, which waits until ``flags [shared * parts]`` int32 are 1 and sets
-    them to 0, as they were before. The other tensors are those of ``GroupedLinear``, and ``C`` are ``Sizes``.
+    Each of the last ``shared`` blocks has ``parts`` programs. Each but the last writes ``sums [shared * parts, lines,
+    rows of a block]`` float32 and sets its element of ``flags`` int32 from 0 to 1. The last one waits for that, adds
+    the sums, and sets the flags to 0. The other tensors are those of ``GroupedLinear``, and ``C`` are ``Sizes``.
     """
     SLOTS: gl.constexpr = C.slots
     CODE_SLOTS: gl.constexpr = C.code_slots

@@ -266,9 +266,9 @@ def launch_wide(
 
 
 def share_blocks(blocks: int, tiles: int, programs: int) -> tuple[int, int]:
-    """Return how many of the blocks are shared by programs, and by how many each.
+    """Return the number of the last blocks that are shared, and the number of programs of each.
 
-    ``tiles`` of inputs are shared. ``programs`` run at the same time.
+    A block has ``tiles`` of inputs. ``programs`` run at the same time.
     """
     last = blocks % programs
     parts = min(programs // last, max(1, tiles // _FEWEST_TILES)) if last else 1
@@ -277,9 +277,9 @@ def share_blocks(blocks: int, tiles: int, programs: int) -> tuple[int, int]:
 
 @functools.cache
 def _flags(device: torch.device) -> torch.Tensor:
-    """Return the flags of ``grouped_wide`` on ``device``, whose products run one after the other."""
+    """Return the flags of ``grouped_wide``. All products of a device must run on one stream."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("the first product of a device cannot be captured in a graph")
+        raise RuntimeError("the first product of a device cannot be captured in a graph; run one before")
     return torch.zeros(multiprocessors(device), dtype=torch.int32, device=device)
 
 
