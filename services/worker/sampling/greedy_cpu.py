@@ -13,7 +13,7 @@ import torch
 
 from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.linear_cpu import WithAddress, addresses, storage_of
-from services.worker.layers.products_cpu import WeightStorage, make_product
+from services.worker.layers.products_cpu import WeightStorage, compiled_product
 
 _ROWS = 64  # rows whose logits are in memory at once
 
@@ -37,13 +37,13 @@ class GreedyHead:
 @cache
 def _compiled(storage: WeightStorage) -> Any:
     """Return the function of ``GreedyHead``. The first call compiles it."""
-    product, most = make_product(storage), _ROWS
+    product, most = compiled_product(storage), _ROWS
 
     def choose(hidden, weight, scale, width, chosen, finite):
         logits = np.empty((min(len(hidden), most), width), np.float32)
         for start in range(0, len(hidden), most):
             inputs = hidden[start : start + most]
-            product(inputs, weight, scale, logits[: len(inputs)], np.float32(0))
+            product(inputs, weight, scale, logits[: len(inputs)])
             for row in range(len(inputs)):
                 values = logits[row]
                 total, largest, token = np.float32(0), values[0], 0
