@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.attention import plain
+from services.worker.attention import fast_cpu, plain
 from services.worker.attention.base import AttentionBatch, LayerAttention
 from services.worker.attention.factory import make_attention
 from services.worker.attention.fast_cpu import LONG_ROW, FastCpuAttention
@@ -14,7 +14,7 @@ from services.worker.attention.plain import PlainAttention
 ROWS = {
     "decode": [(1, 1), (16, 1), (17, 1), (100, 1), (33, 1)],  # (context, tokens of the row)
     "short prefill": [(5, 5), (40, 7), (16, 16)],
-    "long prefill": [(LONG_ROW, LONG_ROW), (200, 3 * LONG_ROW)],
+    "long prefill": [(LONG_ROW, LONG_ROW), (200, 3 * LONG_ROW), (300, 3 * LONG_ROW)],
     "mixed": [(64, 1), (150, 100), (9, 9), (1, 1), (130, 60)],
 }
 
@@ -58,6 +58,17 @@ def test_fast_and_plain_attention_agree(dtype, rows, heads, kv_heads, head_dim, 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_fast_and_plain_attention_agree_on_windows(rows, window, page_size):
     compare_fast_and_plain(rows, 4, 2, 16, page_size, [LayerAttention(0.25), LayerAttention(0.3, window)])
+
+
+@pytest.mark.parametrize(
+    ("context", "tokens", "gathers"),
+    [(LONG_ROW, LONG_ROW, False), (200, 100, False), (201, 100, True), (99, 9, False)],
+)
+def test_only_long_rows_behind_a_longer_context_gather_it(context, tokens, gathers, monkeypatch):
+    called, call = [], fast_cpu.attend_paged
+    monkeypatch.setattr(fast_cpu, "attend_paged", lambda *arguments: called.append(1) or call(*arguments))
+    compare_fast_and_plain([(context, tokens)], 4, 2, 16, 16)
+    assert bool(called) is gathers
 
 
 def test_weights_of_fast_attention_are_exact_to_the_last_bits():

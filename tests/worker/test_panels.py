@@ -53,7 +53,7 @@ def dtype(request):
 
 @pytest.mark.parametrize("outputs", [64, [40, 30], [128, 64, 64], 1])
 @pytest.mark.parametrize("inputs", [2, 300, 1026])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 13, 33])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 13, 33, 130])
 def test_a_product_is_that_of_rounded_values(rows, inputs, outputs, dtype):
     width = outputs if isinstance(outputs, int) else sum(outputs)
     x, weight, bias = random(rows, inputs, seed=1), random(width, inputs), random(width, seed=2)

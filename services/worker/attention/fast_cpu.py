@@ -11,7 +11,8 @@ from services.worker.attention.kernels import Storage, first_tokens, kernels, pa
 from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.plain import attend_paged
 
-# Row length in tokens from which gathering the context for a matrix product is faster than reading it per token.
+# Row length in tokens from which gathering the context for a matrix product is faster than reading it per token, if the
+# row is not half of its context. Otherwise the product mostly computes scores of later tokens, which do not count.
 LONG_ROW = 48
 # Dtypes of the cache, and what the kernels call them.
 STORAGES: dict[torch.dtype, Storage] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -46,13 +47,14 @@ class FastCpuStep(AttentionStep):
 
     def __init__(self, backend: FastCpuAttention, batch: AttentionBatch, stored: Callable[[], object]) -> None:
         self._backend, self._batch, self._stored = backend, batch, stored
-        size, long = backend.cache.page_size, batch.row_counts >= LONG_ROW
+        size, ends = backend.cache.page_size, batch.row_starts + batch.row_counts
+        contexts = batch.positions[ends - 1] + 1
+        long = (batch.row_counts >= LONG_ROW) & (2 * batch.row_counts < contexts)
         self._tokens, self._long = np.arange(len(batch.positions)), []
         if long.any():
             self._tokens = self._tokens[~np.repeat(long, batch.row_counts)]
             for row in np.flatnonzero(long).tolist():
-                start, end = int(batch.row_starts[row]), int(batch.row_starts[row] + batch.row_counts[row])
-                context = int(batch.positions[end - 1]) + 1
+                start, end, context = int(batch.row_starts[row]), int(ends[row]), int(contexts[row])
                 pages = batch.page_table[batch.row_slots[row], : -(-context // size)].astype(np.int64)
                 self._long.append((start, end, context, torch.from_numpy(pages)))
         self._slots, self._lengths = batch.token_slots[self._tokens], batch.positions[self._tokens] + 1

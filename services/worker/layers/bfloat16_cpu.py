@@ -28,3 +28,15 @@ def narrowed(context, value, like):
         return builder.select(is_nan, _SHORT(_NAN), upper)
 
     return like(types.float32, like), generate
+
+
+@intrinsic
+def widened(context, value):
+    """Return ``value``, which is float32, or uint16 for bfloat16, as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if signature.args[0] == types.float32:
+            return arguments[0]
+        return builder.bitcast(builder.shl(builder.zext(arguments[0], _INTEGER), _INTEGER(16)), _FLOAT)
+
+    return types.float32(value), generate

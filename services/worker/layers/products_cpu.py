@@ -35,6 +35,8 @@ _BLOCKS = {"float32": 1024, "bfloat16": 64}
 # Rows of a panel of integers that are converted at once if the input has more rows than registers hold the sums of. In
 # float32 they stay in the first cache (24 KiB).
 _WIDENED_ROWS = 96
+# Rows of the input that are multiplied by all panels before the next. They stay in the second cache beside a panel.
+_INPUT_ROWS = 128
 _LINE = 64  # bytes of a cache line
 
 
@@ -50,16 +52,14 @@ def make_product(storage: WeightStorage) -> Function:
         prepare, add_panel = _make_float_panel(storage)
     else:
         prepare, add_panel = _make_integer_panel(storage)
-    columns = COLUMNS
+    columns, most = COLUMNS, _INPUT_ROWS
 
     @numba.njit(nogil=True)
-    def product(x, weight, scale, output, keep):
+    def multiply(x, weight, scale, output, keep):
         rows, outputs = x.shape[0], output.shape[1]
         weight, scale, prepared = np.int64(weight), np.int64(scale), prepare(x)
         if keep == 0:
             output[:] = 0
-        if rows == 0:
-            return rows
         rest = np.zeros((rows, columns), np.float32)  # the last panel may have fewer columns in the output
         for panel in range((outputs + columns - 1) // columns):
             if (panel + 1) * columns <= outputs:
@@ -68,6 +68,11 @@ def make_product(storage: WeightStorage) -> Function:
                 add_panel(x, prepared, panel, weight, scale, rest.ctypes.data, columns * 4)
                 output[:, panel * columns :] += rest[:, : outputs - panel * columns]
         return rest.size  # numba frees an array after its last use, and an address does not count as a use
+
+    @numba.njit(nogil=True)
+    def product(x, weight, scale, output, keep):
+        for start in range(0, x.shape[0], most):
+            multiply(x[start : start + most], weight, scale, output[start : start + most], keep)
 
     function: Function = product
     return function

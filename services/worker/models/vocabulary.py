@@ -47,7 +47,7 @@ class VocabularyLayers(nn.Module):
         self._share, self._padding = vocabulary_of(config, ranks)
         self._soft_cap = config.final_soft_cap
         # As in transformers, the multiplier is rounded to the model's dtype, which is torch's default in this context.
-        self._multiplier = float(torch.tensor(config.embedding_multiplier, device="cpu"))
+        self.multiplier = float(torch.tensor(config.embedding_multiplier, device="cpu"))
         # A head with fewer bits is a separate copy even if it is tied, because the embedding has the model's dtype.
         separate = narrows or not config.tied_embeddings
         self.embedding: nn.Parameter | None = None
@@ -64,6 +64,11 @@ class VocabularyLayers(nn.Module):
             outputs = config.vocab_size if ranks.tp_size == 1 else (self._share.size, self._padding)
             self.head = linear(config.hidden_size, outputs, False)
 
+    @property
+    def embeddings(self) -> torch.Tensor:
+        """Weight of the embedding, ``[rows, hidden_size]``, or that of a ``PanelLinear`` if it is in panels."""
+        return self.embedding if self._lookup is None else self._lookup.weight  # type: ignore[return-value]  # set on the first stage
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings ``[tokens, hidden_size]`` of ``token_ids [tokens]``.
 
@@ -79,7 +84,7 @@ class VocabularyLayers(nn.Module):
         return self._scaled(rows.masked_fill(absent.unsqueeze(1), 0))
 
     def _scaled(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self._multiplier == 1 else rows * self._multiplier
+        return rows if self.multiplier == 1 else rows * self.multiplier
 
     def project(self, hidden: torch.Tensor | Quantized) -> torch.Tensor:
         """Return the logits of the whole vocabulary, ``[rows, vocab_size]``.

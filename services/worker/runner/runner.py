@@ -32,6 +32,7 @@ from services.worker.step.slots import SlotTable
 if TYPE_CHECKING:
     from services.worker.models.fused_cpu import FusedDecoder  # loads numba, which CUDA does not need
 
+Entering = tuple[torch.Tensor, torch.Tensor]  # token ids ``[tokens]`` or hidden states of a stage, and positions
 Outcome = tuple[Sampled, list[ScoredTokens]]  # of a shard or micro-batch
 
 
@@ -140,12 +141,9 @@ class StepRunner:
         """
         inputs = build(part, self._slots, self._threads.size)
         received = self._peers.receive(len(inputs.positions), part.slots, self._slots, len(self._parts))
-        token_ids, positions = self._to_device(inputs)
-        if self.model.last:
-            self._keep_tokens(inputs, token_ids)
+        entering = None if inputs.independent and self._fused is not None else self._enter(inputs, received)
         timing.prepare += time.perf_counter_ns() - started
-        entering = token_ids if received is None else received
-        sampled, scored = _joined(self._compute(inputs, entering, positions, timing))
+        sampled, scored = _joined(self._compute(inputs, entering, timing))
         if self._recorder is not None:
             self._recorder.store(self._cache_indices(inputs))
             runs = find_routed(part.slots, part.token_counts, self._slots) if self._peers.reports else None
@@ -166,6 +164,8 @@ class StepRunner:
             slots.release(plan.releases)
         for admission in plan.admissions:
             slots.admit(admission)
+        if plan.admissions:
+            slots.derive(np.array([admission.slot for admission in plan.admissions]))
         if self._grammars is not None:
             self._grammars.apply(plan)
         if plan.append_slots.size:
@@ -173,6 +173,16 @@ class StepRunner:
         if plan.copy_sources.size:
             pages = (torch.from_numpy(array).to(self._device) for array in (plan.copy_sources, plan.copy_targets))
             self.cache.copy_pages(*pages)
+
+    def _enter(self, inputs: StepInputs, received: torch.Tensor | None) -> Entering:
+        """Return the inputs of the model, and store the token ids in the cache if this stage is the last one.
+
+        ``received`` are the hidden states of the previous stage, or None on the first stage.
+        """
+        token_ids, positions = self._to_device(inputs)
+        if self.model.last:
+            self._keep_tokens(inputs, token_ids)
+        return token_ids if received is None else received, positions
 
     def _to_device(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return token ids and positions, ``[tokens]`` int64. Ids come from the prompts and the last sampled tokens."""
@@ -193,14 +203,12 @@ class StepRunner:
         slots = np.concatenate([shard.attention.token_slots for shard in inputs.shards])
         return torch.from_numpy(self._slots.cache_indices(slots, inputs.positions)).to(self._device)
 
-    def _compute(
-        self, inputs: StepInputs, entering: torch.Tensor, positions: torch.Tensor, timing: Timing
-    ) -> list[Outcome]:
-        """Run the shards. ``entering``: token ids ``[tokens]``, or the hidden states of the previous stage."""
+    def _compute(self, inputs: StepInputs, entering: Entering | None, timing: Timing) -> list[Outcome]:
+        """Run the shards. ``entering``: None = the fused decoder runs, which reads the last tokens itself."""
         barrier = None if inputs.independent else self._barriers.get(len(inputs.shards))
         timings = [timing, *(Timing() for _ in inputs.shards[1:])]  # the timing of the first shard is the step's
         jobs = [
-            partial(self._compute_shard, shard, entering, positions, inputs.independent, barrier, each)
+            partial(self._compute_shard, shard, entering, barrier, each)
             for shard, each in zip(inputs.shards, timings, strict=True)
         ]
         return self._threads.run(jobs, barrier)
@@ -209,21 +217,19 @@ class StepRunner:
     def _compute_shard(
         self,
         shard: Shard,
-        entering: torch.Tensor,
-        positions: torch.Tensor,
-        independent: bool,
+        entering: Entering | None,
         barrier: threading.Barrier | None,
         timing: Timing,
     ) -> Outcome:
         started = time.perf_counter_ns()
-        entering, positions = entering[shard.start : shard.end], positions[shard.start : shard.end]
-        if independent and self._fused is not None:
-            hidden = self._fused(entering, positions, shard.attention)
+        if entering is None:
+            hidden = self._fused(self._slots.last_tokens, shard.attention)  # type: ignore[misc]  # set if None enters
         else:
+            inputs, positions = (tensor[shard.start : shard.end] for tensor in entering)
             wait = (lambda: None) if barrier is None else barrier.wait
             attention = self._attention.step(shard.attention, wait)
             keep = self._kept(shard)
-            hidden = self.model(entering, positions, attention, keep, self._peers.exchange(len(positions)))
+            hidden = self.model(inputs, positions, attention, keep, self._peers.exchange(len(positions)))
         forwarded = time.perf_counter_ns()
         timing.forward += forwarded - started
         if not self.model.last:
@@ -265,6 +271,7 @@ class StepRunner:
             self.limits.vocab_size,
             self.cache.tokens,
             self._masks(shard.sample_slots),
+            None if self._fused is None else self._fused.greedy,
         )
 
     def _masks(self, slots: np.ndarray) -> RowMasks | None:

@@ -28,18 +28,23 @@ def sample(
     vocab_size: int,
     tokens: torch.Tensor | None = None,
     masks: RowMasks | None = None,
+    greedy: Callable[[torch.Tensor], tuple[np.ndarray, np.ndarray]] | None = None,
 ) -> Sampled:
     """Sample a token for each row of ``hidden [rows, hidden_size]``; row i belongs to slot ``slots[i]``.
 
     ``positions [rows]`` are the positions of the sampled tokens in their sequences. ``to_logits`` maps hidden rows to
     float32 logits that may be overwritten. ``tokens [page_count, page_size]`` int32 are the cache's token ids, which
-    rows with penalties or a thinking budget need. ``masks`` are the masks of rows with a grammar.
+    rows with penalties or a thinking budget need. ``masks`` are the masks of rows with a grammar. ``greedy`` maps
+    hidden rows to their most likely tokens and to whether their logits are finite, and is used if no row needs more.
 
     The order is: bias, penalties, masks, forced tokens, temperature, top-k, top-p, min-p. Raw log-probabilities are
     computed after the penalties, processed ones after all steps.
 
     Raises ``ValueError`` if ``tokens`` is None and a row needs it.
     """
+    if greedy is not None and table.are_greedy(slots, positions):
+        chosen, finite = greedy(hidden)
+        return Sampled(slots, chosen, finite & ~table.failed[slots])
     rows = max(1, SLICE_ELEMENTS // vocab_size)
     parts = []
     for start in range(0, len(slots), rows):
