@@ -1,8 +1,11 @@
 """What ranks do in tests."""
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -11,8 +14,10 @@ from services.common.plan.types import Plan, WorkerLimits
 from services.worker.boot.common import Booted, boot
 from services.worker.described.ranks import Ranks
 from services.worker.parallel import exchange
+from services.worker.runner import runner as runner_module
 from services.worker.runner.runner import StepRunner
-from services.worker.step.output import StepOutput
+from services.worker.sampling import sampler
+from services.worker.step.output import Sampled, StepOutput
 
 FLAGS = {
     "page_size": 16,
@@ -61,23 +66,21 @@ Step = tuple[StepOutput, torch.Tensor | None]
 
 
 def run_on(runner: StepRunner, plans: list[Plan]) -> list[Step]:
-    """Outputs, each with the logits ``[samples, vocab_size]`` that it was sampled from. A runner that does not cut
-    steps gets the plans without their cuts."""
+    """Return the outputs, each with the logits ``[samples, vocab_size]`` from which it was sampled.
+
+    A runner that does not cut steps gets the plans without their cuts.
+    """
     seen: list[torch.Tensor] = []
-    model, steps = runner.model, []
+    steps: list[Step] = []
 
-    def logits(hidden: torch.Tensor) -> torch.Tensor:
-        found = type(model).logits(model, hidden)
-        seen.append(found.clone())
-        return found
+    def sample(hidden: torch.Tensor, to_logits: Callable[[torch.Tensor], torch.Tensor], *others: Any) -> Sampled:
+        seen.append(to_logits(hidden).clone())
+        return sampler.sample(hidden, to_logits, *others)
 
-    model.logits = logits
-    try:
+    with patch.object(runner_module, "sample", sample):
         for plan in plans:
             cut = plan if runner.limits.max_micro_batches > 1 else replace(plan, micro_batch_rows=())
             output = runner.run(cut)
             steps.append((output, torch.cat(seen) if seen else None))
             seen.clear()
-    finally:
-        del model.logits
     return steps
