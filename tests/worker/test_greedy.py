@@ -54,8 +54,8 @@ def test_the_first_of_equal_logits_is_chosen():
     ("others", "calls"),
     [({}, 1), ({"temperature": 1.0}, 0), ({"logprobs": True}, 0), ({"presence_penalty": 0.5}, 0)],
 )
-def test_a_step_whose_rows_need_only_their_most_likely_tokens_computes_no_more(others, calls, checkpoint, monkeypatch):
-    """One row with other settings makes all rows draw from their logits."""
+def test_only_steps_of_greedy_rows_use_the_compiled_head(others, calls, checkpoint, monkeypatch):
+    """If a row has other settings, the tokens of all rows are sampled from logits."""
     called, call = [], GreedyHead.__call__
     monkeypatch.setattr(GreedyHead, "__call__", lambda *arguments: called.append(1) or call(*arguments))
     flags = {"device": "cpu", "kv_cache_num_tokens": 1024, "torch_num_threads": 1}

@@ -228,7 +228,7 @@ def test_inputs_can_be_split_over_programs(bits, splits, scale_sums):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("rows", "outputs"), [(1, 72), (33, 1000), (90, 264), (1000, 5000), (3000, 5000)])
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 72), (33, 1000), (90, 264), (300, 5000), (1000, 5000), (3000, 5000)])
 def test_kernel_of_hopper_gives_what_dequantized_weights_give(rows, outputs, offsets, bias, bits, group, inputs, dtype):
     from services.worker.layers.triton_grouped import launch_wide, supports_wide
 

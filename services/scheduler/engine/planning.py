@@ -58,11 +58,9 @@ class Planning:
         """
         core, queue, pace = self._core, self._core.state.queue, self._pace
         now, self.due_at = time.monotonic(), 0.0
-        if core.plans_in_flight < queue.steps_ahead:
-            due_at = max(now + self._hold(now), self._sending_until if core.plans_in_flight else 0.0)
-            if due_at > now:
-                self.due_at = due_at
-                return []
+        if core.plans_in_flight < queue.steps_ahead and (later_s := self._hold(now)):
+            self.due_at = now + later_s
+            return []
         plans: list[PlannedStep] = []
         most = pace.together if core.plans_in_flight else 1
         while len(plans) < most and not (plans and plans[-1].prefill_tokens):
@@ -82,10 +80,13 @@ class Planning:
             self._sending_until = time.monotonic() + SENDING_S
 
     def _hold(self, now: float) -> float:
-        """Return the seconds for which to delay the next plan.
+        """Return the seconds for which to delay the next plan. Without plans in flight, they are 0.
 
         Behind a long step it is delayed only if keys share the worker, or did recently.
         """
         if self._core.state.several_keys:
             self._shared_until = now + _SHARED_S
-        return self._pace.until_needed(now, hold_long=now < self._shared_until)
+        if not self._core.plans_in_flight:
+            return 0.0
+        needed_s = self._pace.until_needed(now, hold_long=now < self._shared_until)
+        return max(needed_s, self._sending_until - now)

@@ -17,6 +17,11 @@ def capability(device: torch.device) -> tuple[int, int]:
     return _capability(device.index or 0) if device.type == "cuda" else (0, 0)
 
 
+def takes_ptx(device: torch.device) -> bool:
+    """Return whether kernels for ``device`` may contain PTX. Triton's interpreter, on CPUs, does not run it."""
+    return device.type != "cpu"
+
+
 def is_hopper(device: torch.device) -> bool:
     """Return whether ``device`` has the tensor cores of Hopper, which later GPUs do not have."""
     return capability(device)[0] == _HOPPER

@@ -32,9 +32,6 @@ class ExpertTiles(NamedTuple):
 
 
 _MOST = 1 << 62  # exceeds any number of pairs
-_FEW_ROWS = 16  # pairs per block with the fewest pairs
-# The tile for these if weights have scales of groups, the fastest of 18 for Qwen3-30B-A3B and gpt-oss-20b.
-_FEW_IN_GROUPS = Tile(32, 128, 2, 3)
 # Options by the bytes of a weight, 2 (16 bits) or 1 (fp8), and then by the largest mean number of pairs per expert.
 # They are the fastest of those tried on an H200 with the shape of Qwen3-30B-A3B.
 _TABLES: dict[int, dict[int, ExpertTiles]] = {
@@ -57,24 +54,27 @@ _TABLES: dict[int, dict[int, ExpertTiles]] = {
 }
 
 
-def choose_tiles(pairs: int, experts: int, item: int, *, blocks: bool = False, groups: bool = False) -> ExpertTiles:
-    """Return the options for ``pairs`` of ``experts``, with weights of ``item`` bytes.
-
-    ``blocks`` and ``groups`` are true for weights that have scales of blocks or of groups. There, other tiles are up to
-    10 % faster, except for few pairs and scales of groups.
-    """
-    table = _TABLES[item]
-    tiles = next(tiles for most, tiles in table.items() if pairs <= most * experts)
-    if groups and tiles.rows <= _FEW_ROWS:
-        return tiles._replace(gate_up=_FEW_IN_GROUPS, down=_FEW_IN_GROUPS)
-    if blocks or groups:
-        return tiles._replace(gate_up=_in_blocks(tiles.gate_up), down=_in_blocks(tiles.down))
-    return tiles
-
-
 def _in_blocks(tile: Tile) -> Tile:
     """Return ``tile``, reduced so that the inputs of an iteration have one scale, and two sums fit into registers."""
     return tile._replace(outputs=min(tile.outputs, BLOCK), inputs=min(tile.inputs, BLOCK))
+
+
+# Options for bytes with scales of blocks. Other tiles are up to 10 % faster.
+_IN_BLOCKS = {
+    most: tiles._replace(gate_up=_in_blocks(tiles.gate_up), down=_in_blocks(tiles.down))
+    for most, tiles in _TABLES[1].items()
+}
+# The same with scales of groups. The first are the fastest of 18 for the shapes of Qwen3-30B-A3B and gpt-oss-20b.
+_IN_GROUPS = _IN_BLOCKS | {8: ExpertTiles(16, 1, Tile(32, 128, 2, 3), Tile(32, 128, 2, 3))}
+
+
+def choose_tiles(pairs: int, experts: int, item: int, *, blocks: bool = False, groups: bool = False) -> ExpertTiles:
+    """Return the options for ``pairs`` of ``experts``, with weights of ``item`` bytes.
+
+    ``blocks`` and ``groups`` are true for weights that have scales of blocks or of groups.
+    """
+    table = _IN_GROUPS if groups else _IN_BLOCKS if blocks else _TABLES[item]
+    return next(tiles for most, tiles in table.items() if pairs <= most * experts)
 
 
 def changes(experts: int, chosen: int, item: int) -> list[int]:

@@ -13,6 +13,7 @@ from torch import nn
 from services.common.model.quantized.scheme import ALL, Scheme
 from services.common.model.quantized.tensors import MXFP4_BLOCK
 from services.worker.described.memory import grouped_size
+from services.worker.layers.cuda_devices import takes_ptx
 from services.worker.layers.mxfp4 import as_scales, from_mxfp4, to_mxfp4
 from services.worker.layers.parts import part_targets, spans
 from services.worker.layers.quantized_weight import QuantizedWeight
@@ -118,8 +119,7 @@ class GroupedWeights(NamedTuple):
             "GROUP": self.group,
             "TILE": self.tile,
             "OFFSETS": self.offsets is not None,
-            # The interpreter of Triton, on CPUs, runs no PTX.
-            "ASM": self.codes.device.type != "cpu",
+            "ASM": takes_ptx(self.codes.device),
         }
 
     def dequantized(self, start: int = 0, stop: int | None = None) -> torch.Tensor:

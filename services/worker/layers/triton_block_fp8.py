@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from services.worker.layers.block_fp8 import BLOCK
-from services.worker.layers.cuda_devices import fitting_stages, is_hopper
+from services.worker.layers.cuda_devices import fitting_stages, is_hopper, takes_ptx
 from services.worker.layers.operators import operator
 from services.worker.layers.triton_overlap import load_float_in_place
 
@@ -158,7 +158,7 @@ def product_with_tile(
     block_products[(triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs),)](
         x, x_scale.t().contiguous(), weight, weight_scale, output, rows, INPUTS=inputs, OUTPUTS=outputs, BLOCK=BLOCK,
         ROWS=tile.rows, BLOCK_OUT=tile.outputs, GROUP=tile.group, MATRIX_FIRST=tile.rows < _FEWEST_ROWS_FIRST,
-        STAGES=stages, IN_PLACE=x.device.type != "cpu", num_warps=tile.warps, num_stages=stages,
+        STAGES=stages, IN_PLACE=takes_ptx(x.device), num_warps=tile.warps, num_stages=stages,
     )  # fmt: skip
     return output
 

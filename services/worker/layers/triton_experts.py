@@ -15,7 +15,7 @@ import triton.language as tl
 
 from services.worker.described.layer import Activation
 from services.worker.layers.block_fp8 import BLOCK
-from services.worker.layers.cuda_devices import fitting_stages
+from services.worker.layers.cuda_devices import fitting_stages, takes_ptx
 from services.worker.layers.expert_tiles import MOST_STREAMED_PAIRS, ExpertTiles, Tile, choose_tiles
 from services.worker.layers.experts import ExpertWeights, Routes, grouped_weights, has_blocks, has_groups
 from services.worker.layers.operators import operator
@@ -303,7 +303,7 @@ def _launch(
     experts, outputs, inputs = len(matrices), matrices.shape[1], x.shape[1]
     x_scale, scaled, floats = x, 0, False
     constants = {"INPUTS": inputs, "OUTPUTS": outputs, "BITS": 0, "GROUP": 0, "TILE": 0, "OFFSETS": False}
-    constants["ASM"] = x.device.type != "cpu"  # the interpreter of Triton, on CPUs, runs no PTX
+    constants["ASM"] = takes_ptx(x.device)
     if has_groups(scales):
         weights = grouped_weights(matrices[0], scales[0], inputs)
         constants, floats = weights.constants(), weights.floats

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from services.worker.layers.block_fp8 import BLOCK
-from services.worker.layers.cuda_devices import fitting_stages
+from services.worker.layers.cuda_devices import fitting_stages, takes_ptx
 from services.worker.layers.grouped import GroupedWeights
 from services.worker.layers.triton_grouped import choose_rows, launch_rows
 from services.worker.layers.triton_overlap import overlapping, overlaps
@@ -207,5 +207,5 @@ def _launch_product(
         NORM=norm is not None and squares is None, PREPARED=0 if squares is None else len(squares),
         PREPARES=prepare is not None, GATED=gated, BIAS=bias is not None, ADD=add, ROWS=padded,
         BLOCK_OUT=options.outputs, BLOCK_IN=options.inputs, PARTS=options.warps, STAGES=stages, OVERLAP=overlap,
-        ASM=weight.device.type != "cpu", num_warps=options.warps, num_stages=stages, **overlapping(overlap),
+        ASM=takes_ptx(weight.device), num_warps=options.warps, num_stages=stages, **overlapping(overlap),
     )  # fmt: skip

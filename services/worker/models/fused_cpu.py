@@ -61,7 +61,7 @@ class FusedDecoder:
         self._model, self._norm, self._hidden_size = model, model.norm, config.hidden_size
         rules = model.attention_layers()
         linears = [_linears(layer) for layer in model.layers]
-        embeddings, layer = model.vocabulary.embeddings, _without_window(config.layers[0])
+        embeddings, layer = model.vocabulary.embedding_weight, _without_window(config.layers[0])
         storages = storage_of(linears[0][0]), STORAGES[cache.all_keys.dtype], STORAGES[embeddings.dtype]
         self._forward = make_forward(config, layer, rules[0].scale, cache.page_size, *storages)
         self._group = config.heads // config.kv_heads

@@ -65,7 +65,7 @@ class VocabularyLayers(nn.Module):
             self.head = linear(config.hidden_size, outputs, False)
 
     @property
-    def embeddings(self) -> torch.Tensor:
+    def embedding_weight(self) -> torch.Tensor:
         """Weight of the embedding, ``[rows, hidden_size]``, or that of a ``PanelLinear`` if it is in panels."""
         return self.embedding if self._lookup is None else self._lookup.weight  # type: ignore[return-value]  # set on the first stage
 

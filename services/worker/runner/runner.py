@@ -162,10 +162,7 @@ class StepRunner:
             self._parts = micro_batches(plan.batch, plan.micro_batch_rows)
         if plan.releases.size:
             slots.release(plan.releases)
-        for admission in plan.admissions:
-            slots.admit(admission)
-        if plan.admissions:
-            slots.derive(np.array([admission.slot for admission in plan.admissions]))
+        slots.admit_all(plan.admissions)
         if self._grammars is not None:
             self._grammars.apply(plan)
         if plan.append_slots.size:

@@ -1,5 +1,7 @@
 """The state of every slot, as arrays over slots. Owned by the compute thread."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -139,7 +141,7 @@ class SlotTable(SlotState):
         return bool(self.plain[slots].all()) and not (self.budgets and self.may_force(slots, positions).any())
 
     def are_greedy(self, slots: np.ndarray, positions: np.ndarray) -> bool:
-        """Return whether the most likely token is drawn in all rows. Arguments as in ``may_force``."""
+        """Return whether each row needs only its most likely token. Arguments as in ``may_force``."""
         return self.are_plain(slots, positions) and not self.temperature[slots].any()
 
     def cache_indices(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -147,6 +149,13 @@ class SlotTable(SlotState):
         size = self._page_size
         indices: np.ndarray = self.page_table[slots, positions // size].astype(np.int64) * size + positions % size
         return indices
+
+    def admit_all(self, admissions: Sequence[Admission]) -> None:
+        """Put sequences into their slots, which are free, and compute what follows from their settings."""
+        for admission in admissions:
+            self.admit(admission)
+        if admissions:
+            self.derive(np.array([admission.slot for admission in admissions]))
 
     def derive(self, slots: np.ndarray) -> None:
         """Compute ``scales``, ``stems`` and ``plain`` of ``slots [n]`` after their admission."""

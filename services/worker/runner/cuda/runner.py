@@ -181,13 +181,11 @@ class CudaRunner:
         self._last = last = self._last.followed_by(plan)
         if plan.releases.size:
             slots.release(plan.releases)
+        slots.admit_all(plan.admissions)
         for admission in plan.admissions:
-            slots.admit(admission)
             count = len(admission.pages)
             parts.append(PageChanges(np.full(count, admission.slot), np.arange(count), admission.pages))
         self._end.guide.apply(plan)
-        if plan.admissions:
-            slots.derive(np.array([admission.slot for admission in plan.admissions]))
         if plan.append_slots.size:
             places = slots.append_pages(plan.append_slots, plan.append_pages)
             parts.append(PageChanges(plan.append_slots, places, plan.append_pages))
