@@ -2,11 +2,13 @@
 
 import queue
 import threading
+from collections import deque
 
 from services.common.errors import InvalidRequest
 from tokasaurus.worker.v1 import plan_pb2, worker_pb2
 
 _END = object()
+_Item = plan_pb2.StepResult | Exception | object  # a result, the error that ends the stream, or _END
 # From this many bytes on, a result ends its message, since the size of a message is limited.
 _LARGE_BYTES = 1 << 20
 
@@ -24,9 +26,10 @@ class Stream:
         self.closed = False  # set under the servicer's lock, read by the engine's threads
         self._together = hello.takes_results_together
         self._lock = threading.Lock()  # protects the next field, and the order of the outbox
-        self._waiting: list[plan_pb2.StepResult | Exception | object] = []
-        self._outbox: queue.SimpleQueue[plan_pb2.StepResult | Exception | object] = queue.SimpleQueue()
-        self._last: Exception | object | None = None  # the end of the stream, once it is taken from the outbox
+        self._waiting: list[_Item] = []
+        self._outbox: queue.SimpleQueue[list[_Item]] = queue.SimpleQueue()
+        self._taken: deque[_Item] = deque()  # from the outbox, and not sent yet; used by the sending thread
+        self._last: _Item | None = None  # the end of the stream, once it is taken from the outbox
         self._received = 0  # plans; used by the receiving thread
         self._answered = 0  # plans; used by the sending thread
 
@@ -42,14 +45,13 @@ class Stream:
         """End the stream without an error, after the queued results. Any thread may call it."""
         self._put(_END)
 
-    def _put(self, item: plan_pb2.StepResult | Exception | object, *, wait: bool = False) -> None:
-        """Put ``item`` into the outbox, after the items before it that had to ``wait`` for the next one."""
+    def _put(self, item: _Item, *, wait: bool = False) -> None:
+        """Put ``item`` into the outbox, together with the items before it that had to ``wait`` for the next one."""
         with self._lock:
             self._waiting.append(item)
             if not wait:
-                for each in self._waiting:
-                    self._outbox.put(each)
-                self._waiting.clear()
+                self._outbox.put(self._waiting)
+                self._waiting = []
 
     def plans_of(self, request: worker_pb2.RunStepsRequest) -> list[plan_pb2.StepPlan]:
         """Return the plans of a message.
@@ -84,15 +86,19 @@ class Stream:
 
     def _take(self) -> list[plan_pb2.StepResult]:
         """Wait for a result, and return it with those behind it. Return an empty list at the end of the stream."""
-        results = []
-        item = self._outbox.get()
+        results: list[plan_pb2.StepResult] = []
         try:
-            while isinstance(item, plan_pb2.StepResult):
+            while isinstance(item := self._next_item(wait=not results), plan_pb2.StepResult):
                 results.append(item)
                 if not self._together or item.ByteSize() > _LARGE_BYTES:
                     return results
-                item = self._outbox.get_nowait()
             self._last = item
         except queue.Empty:
             pass
         return results
+
+    def _next_item(self, *, wait: bool) -> _Item:
+        """Return the next item of the outbox. Raises ``queue.Empty`` if there is none and it must not ``wait``."""
+        if not self._taken:
+            self._taken.extend(self._outbox.get(block=wait))
+        return self._taken.popleft()
