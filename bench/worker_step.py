@@ -30,7 +30,7 @@ NONE = np.empty(0, np.int64)
 
 
 class BenchConfig(Config):
-    """The flags. ``compare_batch`` is the batch size that transformers also runs."""
+    """The flags. ``compare_batch`` is the batch size that transformers also runs; 0 = none, as for GGUF files."""
 
     model: str = "builtin"
     threads: Int = Field(2, ge=1)
@@ -53,9 +53,10 @@ def main() -> None:
         max_seqs_per_forward=max(config.batches),
     )
     runner = boot(worker).runner
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        model_files.resolve(config.model, weights=True), dtype=torch.float32
-    ).eval()
+    reference = None
+    if config.compare_batch in config.batches:
+        path = model_files.resolve(config.model, weights=True)
+        reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     rows = []
     for batch in config.batches:
@@ -63,7 +64,7 @@ def main() -> None:
             times, theirs = [], []
             for _ in range(config.rounds):
                 times.append(decode_ms(runner, batch, context, config.steps, config.temperature))
-                if batch == config.compare_batch:
+                if reference is not None and batch == config.compare_batch:
                     theirs.append(transformers_ms(reference, batch, context, config.steps, config.threads))
             row = {"batch": batch, "context": context, "ms": round(min(times), 3)}
             row["tokens_per_s"] = round(1000 * batch / row["ms"])

@@ -29,7 +29,7 @@ from services.worker.layers.linear_cpu import WithAddress, addresses, storage_of
 from services.worker.layers.products_cpu import WeightStorage, make_product
 from services.worker.models.base import RankModel
 from services.worker.models.decoder import DecoderLayer, DecoderModel
-from services.worker.sampling.greedy_cpu import GreedyHead
+from services.worker.sampling.plain_cpu import PlainHead
 
 _MATRIX, _CUBE, _INDICES = numba.float32[:, ::1], numba.float32[:, :, ::1], numba.int64[::1]
 _NO_WINDOW = 1 << 62  # exceeds any context
@@ -71,8 +71,8 @@ class FusedDecoder:
         self._multiplier = np.float32(model.vocabulary.multiplier)
         self._tokens = cache.tokens.numpy()
         head = model.head
-        # Computes the sampled tokens of greedy rows. None = the head has another form, or its logits change.
-        self.greedy = GreedyHead(head) if isinstance(head, WithAddress) and config.final_soft_cap is None else None
+        # None = the head has another form, or its logits change.
+        self.plain_head = PlainHead(head) if isinstance(head, WithAddress) and config.final_soft_cap is None else None
         self._keys, self._values = pages_of(cache.all_keys), pages_of(cache.all_values)
         self._weights = np.array([[addresses(linear) for linear in four] for four in linears], np.int64)
         self._windows = np.array([_NO_WINDOW if each.window is None else each.window for each in rules])

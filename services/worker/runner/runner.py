@@ -268,7 +268,7 @@ class StepRunner:
             self.limits.vocab_size,
             self.cache.tokens,
             self._masks(shard.sample_slots),
-            None if self._fused is None else self._fused.greedy,
+            None if self._fused is None else self._fused.plain_head,
         )
 
     def _masks(self, slots: np.ndarray) -> RowMasks | None:

@@ -11,7 +11,7 @@ from services.worker.sampling.logprobs import row_logprobs
 from services.worker.sampling.penalties import penalise_
 from services.worker.sampling.thinking import force_, forced_tokens
 from services.worker.sampling.truncation import thresholds
-from services.worker.step.noise import COLDEST, row_keys
+from services.worker.step.noise import COLDEST, keys_at, row_keys
 from services.worker.step.output import Sampled
 from services.worker.step.slots import SlotTable
 
@@ -28,22 +28,23 @@ def sample(
     vocab_size: int,
     tokens: torch.Tensor | None = None,
     masks: RowMasks | None = None,
-    greedy: Callable[[torch.Tensor], tuple[np.ndarray, np.ndarray]] | None = None,
+    plain: Callable[[torch.Tensor, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None,
 ) -> Sampled:
     """Sample a token for each row of ``hidden [rows, hidden_size]``; row i belongs to slot ``slots[i]``.
 
     ``positions [rows]`` are the positions of the sampled tokens in their sequences. ``to_logits`` maps hidden rows to
     float32 logits that may be overwritten. ``tokens [page_count, page_size]`` int32 are the cache's token ids, which
-    rows with penalties or a thinking budget need. ``masks`` are the masks of rows with a grammar. ``greedy`` maps
-    hidden rows to their most likely tokens and to whether their logits are finite, and is used if no row needs more.
+    rows with penalties or a thinking budget need. ``masks`` are the masks of rows with a grammar. ``plain`` maps
+    hidden rows with their scales and keys to tokens, and to whether their logits are finite, as ``PlainHead`` does. It
+    is used if no row needs more than a temperature.
 
     The order is: bias, penalties, masks, forced tokens, temperature, top-k, top-p, min-p. Raw log-probabilities are
     computed after the penalties, processed ones after all steps.
 
     Raises ``ValueError`` if ``tokens`` is None and a row needs it.
     """
-    if greedy is not None and table.are_greedy(slots, positions):
-        chosen, finite = greedy(hidden)
+    if plain is not None and table.are_plain(slots, positions):
+        chosen, finite = plain(hidden, table.scales[slots], keys_at(table.stems[slots], positions))
         return Sampled(slots, chosen, finite & ~table.failed[slots])
     rows = max(1, SLICE_ELEMENTS // vocab_size)
     parts = []

@@ -140,10 +140,6 @@ class SlotTable(SlotState):
         """Return whether all rows need only a temperature. Arguments as in ``may_force``."""
         return bool(self.plain[slots].all()) and not (self.budgets and self.may_force(slots, positions).any())
 
-    def are_greedy(self, slots: np.ndarray, positions: np.ndarray) -> bool:
-        """Return whether each row needs only its most likely token. Arguments as in ``may_force``."""
-        return self.are_plain(slots, positions) and not self.temperature[slots].any()
-
     def cache_indices(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the indices in the cache of the tokens at ``positions [n]`` of ``slots [n]``, ``[n]`` int64."""
         size = self._page_size

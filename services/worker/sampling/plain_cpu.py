@@ -1,0 +1,128 @@
+"""Tokens of rows that need only a temperature, computed on a CPU in one compiled function.
+
+A decode step runs in several threads. Called from Python, each operator acquires the interpreter lock again, so
+concurrent threads block one another. Tokens are those of ``draw``; only the logarithms may differ in the last bits.
+"""
+
+from functools import cache
+from math import log, log1p
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from services.worker.layers.compiled_cpu import compile_function
+from services.worker.layers.lanes_cpu import LANES, LOG2_E, weigh
+from services.worker.layers.linear_cpu import WithAddress, addresses, storage_of
+from services.worker.layers.products_cpu import WeightStorage, compiled_product
+from services.worker.step.noise import NOISE_BLOCK, ROUND_1, ROUND_2, TOKEN_STRIDE, UNIT
+
+_ROWS = 64  # rows whose logits are in memory at once
+_WORD = 0xFFFFFFFF
+_STRIDE, _ROUND_1, _ROUND_2 = (
+    TOKEN_STRIDE & _WORD,
+    *(tuple(each & _WORD for each in pair) for pair in (ROUND_1, ROUND_2)),
+)
+
+
+class PlainHead:
+    """A vocabulary head that chooses a token for each row. Any thread may call it."""
+
+    def __init__(self, head: WithAddress) -> None:
+        """``head`` has no bias. It is read in place."""
+        self._width, (self._weight, self._scale) = head.width, addresses(head)
+        self._choose = _compiled(storage_of(head))
+
+    def __call__(self, hidden: torch.Tensor, scales: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens, int64, and whether all logits are finite, for ``hidden [rows, hidden_size]`` float32.
+
+        ``scales [rows]`` float32 are those of ``scales_of``, and ``keys [rows, 2]`` int32 those of ``row_keys``.
+        """
+        rows = len(hidden)
+        chosen, finite = np.empty(rows, np.int64), np.empty(rows, np.bool_)
+        words = keys.view(np.uint32)
+        self._choose(hidden.numpy(), self._weight, self._scale, self._width, scales, words, chosen, finite)
+        return chosen, finite
+
+
+@cache
+def _compiled(storage: WeightStorage) -> Any:
+    """Return the function of ``PlainHead``. The first call compiles it."""
+    product, most = compiled_product(storage), _ROWS
+
+    def choose(hidden, weight, scale, width, scales, keys, chosen, finite):
+        logits = np.empty((min(len(hidden), most), width), np.float32)
+        block = np.empty(NOISE_BLOCK + LANES, np.float32)
+        for start in range(0, len(hidden), most):
+            inputs = hidden[start : start + most]
+            product(inputs, weight, scale, logits[: len(inputs)])
+            for index in range(len(inputs)):
+                row, values = start + index, logits[index]
+                total = np.float32(0)
+                for i in range(width):
+                    total += values[i]
+                finite[row] = abs(total) < np.inf
+                if scales[row] == 0 or not finite[row]:
+                    chosen[row] = _largest(values)
+                else:
+                    chosen[row] = _draw(values, scales[row], keys[row, 0], keys[row, 1], block)
+
+    integer, rows = numba.int64, numba.float32[:, ::1]
+    signature = numba.void(
+        *(rows, integer, integer, integer, numba.float32[::1], numba.uint32[:, ::1]),
+        *(integer[::1], numba.boolean[::1]),
+    )
+    return compile_function(choose, signature, keep=False)
+
+
+@numba.njit(nogil=True)
+def _largest(values):
+    largest, token = values[0], 0
+    for i in range(1, len(values)):
+        if values[i] > largest:
+            largest, token = values[i], i
+    return token
+
+
+@numba.njit(nogil=True)
+def _draw(values, scale, low, high, block):
+    """Draw a token as ``draw`` does: a block of the vocabulary, and then a token of it."""
+    width, begin = len(values), 0
+    if width > NOISE_BLOCK:
+        best = np.float32(-np.inf)
+        for start in range(0, width, NOISE_BLOCK):
+            count = min(NOISE_BLOCK, width - start)
+            for i in range(count):
+                block[i] = values[start + i] * scale * np.float32(LOG2_E)
+            block[count : count + LANES] = -np.inf
+            total, largest = weigh(LANES, block.ctypes.data, (count + LANES - 1) // LANES)
+            weight = (largest / np.float32(LOG2_E)) + log(total) + _gumbel(low, high, -1 - start // NOISE_BLOCK)
+            if weight > best:
+                best, begin = weight, start
+    best, token = np.float32(-np.inf), begin
+    for i in range(begin, min(begin + NOISE_BLOCK, width)):
+        value = _gumbel(low, high, i) + values[i] * scale
+        if value > best:
+            best, token = value, i
+    return token
+
+
+@numba.njit(nogil=True)
+def _gumbel(low, high, token):
+    """Return the noise of ``gumbel`` for a token, and two words of the key, uint32."""
+    bits = (np.uint64(token) * np.uint64(_STRIDE) + np.uint64(low)) & np.uint64(_WORD)
+    bits = _scramble(bits, np.uint64(_ROUND_1[0]), np.uint64(_ROUND_1[1]))
+    bits = _scramble(bits ^ np.uint64(high), np.uint64(_ROUND_2[0]), np.uint64(_ROUND_2[1]))
+    uniform = (np.float32(bits & np.uint64(0x7FFFFFFF)) + np.float32(0.5)) * np.float32(UNIT)
+    return -log(-log1p(-uniform))
+
+
+@numba.njit(nogil=True)
+def _scramble(bits, first, second):
+    word = np.uint64(_WORD)
+    bits ^= bits >> np.uint64(16)
+    bits = (bits * first) & word
+    bits ^= bits >> np.uint64(15)
+    bits = (bits * second) & word
+    return bits ^ (bits >> np.uint64(16))
