@@ -1,6 +1,9 @@
 """Compilation of functions for CPUs with numba."""
 
+import hashlib
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -20,15 +23,23 @@ def compile_function(
     find it again and would store another copy at each start.
 
     ``constants`` are the values captured by a closure. Each set of values has its own cache files, because processes
-    that write to the same index at the same time can store code under a wrong key.
+    that write to the same index at the same time can store code under a wrong key. So has each version of the modules
+    here, since numba notices only changes of the file that has the function.
     """
     if not keep:
         return _compile(function, signature)
-    function.__qualname__ = "_".join((function.__qualname__, *map(str, constants)))
+    function.__qualname__ = "_".join((function.__qualname__, source_version(), *map(str, constants)))
     try:
         return _compile(function, signature, cache=True)
     except (RuntimeError, OSError):  # no writable cache directory
         return _compile(function, signature)
+
+
+@cache
+def source_version() -> str:
+    """Return a hash of the modules of this package for compiled functions."""
+    sources = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*_cpu.py")))
+    return hashlib.sha256(b"".join(sources)).hexdigest()[:12]
 
 
 def _compile(function: Callable[..., Any], signature: Signature, *, cache: bool = False) -> Callable[..., Any]:
