@@ -1,5 +1,9 @@
 """What one RunSteps stream sends, and when."""
 
+import queue
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from services.common.errors import InvalidRequest
@@ -47,20 +51,57 @@ def test_a_result_waits_for_the_next_one():
         sender.next_message()
 
 
-def test_an_older_scheduler_gets_them_one_by_one():
+class ReadAtOnce(queue.Queue):
+    """A queue whose reader takes what is put, and asks for more, before the writer goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found_empty, self._asked = 0, threading.Condition()
+
+    def get(self, block=True, timeout=None):
+        with self._asked:
+            self._found_empty += self.empty()
+            self._asked.notify()
+        return super().get(block, timeout)
+
+    def put(self, item, block=True, timeout=None):
+        with self._asked:
+            before = self._found_empty
+            super().put(item)
+            self._asked.wait_for(lambda: self._found_empty > before, timeout=5)  # the reader stops after a message
+
+
+def test_a_waiting_result_is_never_sent_alone(monkeypatch):
+    sender = stream()
+    monkeypatch.setattr(sender, "_outbox", ReadAtOnce())
+    with ThreadPoolExecutor() as threads:
+        message = threads.submit(sender.next_message)
+        sender.answer(plan_pb2.StepResult(step=1), with_next=True)
+        answer(sender, 2)
+        assert steps_of(message.result()) == [1, 2]
+
+
+@pytest.mark.parametrize("with_next", [False, True])
+def test_an_older_scheduler_gets_them_one_by_one(with_next):
     sender = stream(together=False)
-    answer(sender, 1, 2)
+    sender.answer(plan_pb2.StepResult(step=1), with_next=with_next)
+    answer(sender, 2)
+    sender.finish()
     messages = [sender.next_message() for _ in range(2)]
     assert [message.result.step for message in messages] == [1, 2]
+    assert sender.next_message() is None
 
 
-def test_a_large_answer_ends_its_message(monkeypatch):
+@pytest.mark.parametrize("with_next", [False, True])
+def test_a_large_answer_ends_its_message(monkeypatch, with_next):
     monkeypatch.setattr(module, "_LARGE_BYTES", 100)
     sender = stream()
-    answer(sender, 1)
-    sender.answer(plan_pb2.StepResult(step=2, token_ids=range(50)))
-    answer(sender, 3, 4)
+    for step, tokens in ((1, 1), (2, 50), (3, 1)):
+        sender.answer(plan_pb2.StepResult(step=step, token_ids=range(tokens)), with_next=with_next)
+    answer(sender, 4)
+    sender.finish()
     assert [steps_of(sender.next_message()) for _ in range(2)] == [[1, 2], [3, 4]]
+    assert sender.next_message() is None
 
 
 @pytest.mark.parametrize("error", [None, InvalidRequest("wrong")])

@@ -1,15 +1,10 @@
 """Plans and answers that share a message."""
 
-import queue
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import grpc
 
-from services.worker.api.stream import Stream
 from tests.worker.scheduler import admission, status_of
 from tests.worker.test_generation import greedy, prompt_of
-from tokasaurus.worker.v1 import plan_pb2, worker_pb2
+from tokasaurus.worker.v1 import plan_pb2
 
 
 async def test_plans_in_one_message_are_answered_one_by_one(connect, checkpoint, reference):
@@ -51,36 +46,6 @@ async def test_a_result_waits_for_the_next_one_if_its_plan_says_so(connect):
         message = await scheduler.call.read()
         assert [result.step for result in message.results.results] == [step, step + 1]
         parts = {}
-
-
-class ReadAtOnce(queue.Queue):
-    """A queue whose reader takes what is put, and asks for more, before the writer goes on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._found_empty, self._asked = 0, threading.Condition()
-
-    def get(self, block=True, timeout=None):
-        with self._asked:
-            self._found_empty += self.empty()
-            self._asked.notify()
-        return super().get(block, timeout)
-
-    def put(self, item, block=True, timeout=None):
-        with self._asked:
-            before = self._found_empty
-            super().put(item)
-            assert self._asked.wait_for(lambda: self._found_empty > before, timeout=60)
-
-
-def test_no_result_is_sent_without_the_one_that_waited_for_it(monkeypatch):
-    stream = Stream(worker_pb2.Hello(takes_results_together=True))
-    monkeypatch.setattr(stream, "_outbox", ReadAtOnce())
-    with ThreadPoolExecutor() as threads:
-        message = threads.submit(stream.next_message)
-        stream.answer(plan_pb2.StepResult(step=1), with_next=True)
-        stream.answer(plan_pb2.StepResult(step=2))
-        assert [result.step for result in message.result().results.results] == [1, 2]
 
 
 async def test_more_plans_in_one_message_than_agreed_end_the_stream(connect):
