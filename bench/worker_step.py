@@ -3,8 +3,9 @@
 ``python -m bench.worker_step [model=builtin] [threads=2] [steps=30] [rounds=3] [batches=1,16,64,256] [contexts=64,256]
 [compare_batch=64] [temperature=0]``
 
-Both decode greedily from a full cache. Each round measures both. The fastest round counts, since other work on the
-machine can only add time. The last line is one JSON object.
+Both decode from a full cache, transformers always greedily and with ``compare_batch`` sequences only (0 = not at all).
+Each round measures both. The fastest round counts, since other work on the machine can only add time. The last line is
+one JSON object.
 """
 
 import os

@@ -57,7 +57,8 @@ def test_tokens_of_other_rows_are_those_that_are_drawn_from_logits(vocab):
     scales, keys = scales_of(temperatures), keys_of(rows)
     tokens, finite = PlainHead(head)(hidden, scales, keys)
     assert finite.all()
-    logits, hot = head(hidden), temperatures > 0
+    logits = torch.cat([head(part) for part in hidden.split(64)])  # as many rows at a time as the compiled function
+    hot = temperatures > 0
     drawn = draw(logits, torch.from_numpy(scales), None, torch.from_numpy(keys))
     assert tokens[hot].tolist() == drawn[hot].tolist()
     assert tokens[~hot].tolist() == logits.argmax(dim=1)[~hot].tolist()
@@ -102,4 +103,22 @@ def test_only_steps_of_plain_rows_use_the_compiled_head(others, calls, checkpoin
     driver.run(batch=batch([0, 1]))
     assert len(called) == 2 * calls
     assert [len(driver.tokens[slot]) for slot in (0, 1)] == [2, 2]
+    runner.close()
+
+
+def test_a_row_draws_the_same_tokens_beside_rows_with_other_settings(checkpoint):
+    """The other row's log-probabilities take all rows of the step through the logits."""
+    flags = {"device": "cpu", "kv_cache_num_tokens": 1024, "torch_num_threads": 1}
+    runner = boot(WorkerConfig(model=str(checkpoint("llama")), **flags)).runner
+    found = []
+    for others in ({}, {"logprobs": True}):
+        runner.reset()
+        driver = Driver(runner)
+        admissions = admission(0, [3, 4], [0, 1], temperature=1.0, seed=7), admission(1, [5], [2, 3], **others)
+        driver.run(admissions=admissions, batch=batch([0, 1], [2, 1]))
+        for _ in range(20):
+            driver.run(batch=batch([0, 1]))
+        found.append(driver.tokens[0])
+    assert found[0] == found[1]
+    assert len(set(found[0])) > 5
     runner.close()

@@ -21,9 +21,9 @@ from services.worker.layers.lanes_cpu import (
     INTEGER,
     LANES,
     LOG2_E,
+    int64,
     load,
     multiply_add,
-    number,
     reduce,
     shuffle,
     weigh,
@@ -172,7 +172,7 @@ def _score(typing, tokens, rows, head_dim, bytes_of, queries, keys, scores, stri
                     (half, first), (_, second) = sums[-2:]
                     sums[-2:] = [(half // 2, _add_halves(builder, first, second, half))]
         for index, sums in enumerate(pending):
-            place = builder.add(target, builder.mul(distance, number(index)))
+            place = builder.add(target, builder.mul(distance, int64(index)))
             total = sums[0][1]
             if count == 1:
                 total = builder.extract_element(reduce(builder, total, builder.fadd), INTEGER(0))
@@ -200,11 +200,11 @@ def _add_values(typing, rows, head_dim, bytes_of, weights, stride, values, count
         for index, total in enumerate(totals):
             builder.store(load(builder, target, 4 * index * lanes, lanes), total)
         with cgutils.for_range(builder, count) as loop:
-            source = builder.add(value, builder.mul(loop.index, number(element * size)))
+            source = builder.add(value, builder.mul(loop.index, int64(element * size)))
             stored = [load(builder, source, element * start, lanes, element) for start in range(0, size, lanes)]
-            place = builder.add(weight, builder.mul(loop.index, number(4)))
+            place = builder.add(weight, builder.mul(loop.index, int64(4)))
             for row in range(heads):
-                address = builder.add(place, builder.mul(distance, number(row)))
+                address = builder.add(place, builder.mul(distance, int64(row)))
                 single = builder.load(builder.inttoptr(address, FLOAT.as_pointer()), align=4)
                 first = builder.insert_element(ir.Constant(floats, ir.Undefined), single, INTEGER(0))
                 factor = shuffle(builder, first, first, [0] * lanes)
@@ -212,7 +212,7 @@ def _add_values(typing, rows, head_dim, bytes_of, weights, stride, values, count
                     total = totals[row * len(stored) + part]
                     builder.store(multiply_add(builder, factor, each, builder.load(total)), total)
         for index, total in enumerate(totals):
-            place = builder.add(target, number(4 * index * lanes))
+            place = builder.add(target, int64(4 * index * lanes))
             builder.store(builder.load(total), builder.inttoptr(place, floats.as_pointer()), align=4)
         return context.get_dummy_value()
 

@@ -1,4 +1,4 @@
-"""Vector instructions with any number of lanes, for compiled functions on CPUs."""
+"""Vector instructions for compiled functions on CPUs. The number of lanes is a power of two."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,13 +41,13 @@ def weigh(typing, lanes, scores, vectors):
         builder.store(of(-np.inf), largest)
         builder.store(of(0), total)
         with cgutils.for_range(builder, vectors) as loop:
-            place = builder.add(start, builder.mul(loop.index, number(4 * count)))
+            place = builder.add(start, builder.mul(loop.index, int64(4 * count)))
             builder.store(larger(load(builder, place, 0, count), builder.load(largest)), largest)
         most = reduce(builder, builder.load(largest), larger)
         kind = ir.FunctionType(floats, [floats])
         rint = cgutils.get_or_insert_function(builder.module, kind, f"llvm.rint.v{count}f32")
         with cgutils.for_range(builder, vectors) as loop:
-            place = builder.add(start, builder.mul(loop.index, number(4 * count)))
+            place = builder.add(start, builder.mul(loop.index, int64(4 * count)))
             # 2**x = 2**round(x), from the exponent bits, times 2**f, from a polynomial. A NaN stays one.
             x = builder.fsub(load(builder, place, 0, count), most)
             x = builder.select(builder.fcmp_ordered("<", x, of(_LOWEST)), of(_LOWEST), x)
@@ -69,7 +69,10 @@ def weigh(typing, lanes, scores, vectors):
 
 
 def reduce(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """Return a vector whose lanes all have the combination of all lanes, in the order of ``_add_halves``."""
+    """Return a vector whose lanes all have the combination of all lanes.
+
+    Lanes half a vector apart are combined first, then those a quarter apart, and so on.
+    """
     half = vector.type.count // 2
     while half:
         other = shuffle(builder, vector, vector, [lane ^ half for lane in range(vector.type.count)])
@@ -78,13 +81,14 @@ def reduce(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any
 
 
 def shuffle(builder: Any, first: Any, second: Any, lanes: Sequence[int]) -> Any:
+    """Return a vector of the given lanes of two vectors, one behind the other."""
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(INTEGER, len(lanes)), list(lanes)))
 
 
 def load(builder: Any, address: Any, offset: int, lanes: int, element: int = 4) -> Any:
     """Return the ``lanes`` floats at ``offset`` bytes from ``address``, stored in ``element`` bytes: 2 for bfloat16."""
     kind = ir.VectorType(FLOAT if element == 4 else _SHORT, lanes)
-    place = builder.inttoptr(builder.add(address, number(offset)), kind.as_pointer())
+    place = builder.inttoptr(builder.add(address, int64(offset)), kind.as_pointer())
     stored = builder.load(place, align=element)
     if element == 4:
         return stored
@@ -94,11 +98,13 @@ def load(builder: Any, address: Any, offset: int, lanes: int, element: int = 4) 
 
 
 def multiply_add(builder: Any, first: Any, second: Any, added: Any) -> Any:
+    """Return ``first * second + added``, rounded once where the processor can."""
     kind = added.type
     function_type = ir.FunctionType(kind, [kind, kind, kind])
     name = f"llvm.fmuladd.v{kind.count}f32"
     return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), [first, second, added])
 
 
-def number(value: int) -> Any:
+def int64(value: int) -> Any:
+    """Return a constant for addresses."""
     return ir.Constant(ir.IntType(64), value)

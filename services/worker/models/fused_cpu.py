@@ -71,7 +71,7 @@ class FusedDecoder:
         self._multiplier = np.float32(model.vocabulary.multiplier)
         self._tokens = cache.tokens.numpy()
         head = model.head
-        # None = the head has another form, or its logits change.
+        # Draws the tokens of rows that need at most a temperature. None = the head has another form, or logits change.
         self.plain_head = PlainHead(head) if isinstance(head, WithAddress) and config.final_soft_cap is None else None
         self._keys, self._values = pages_of(cache.all_keys), pages_of(cache.all_values)
         self._weights = np.array([[addresses(linear) for linear in four] for four in linears], np.int64)

@@ -1,11 +1,12 @@
 """Tokens of rows that need only a temperature, computed on a CPU in one compiled function.
 
 A decode step runs in several threads. Called from Python, each operator acquires the interpreter lock again, so
-concurrent threads block one another. Tokens are those of ``draw``; only the logarithms may differ in the last bits.
+concurrent threads block one another. Tokens are those of ``draw``, except for near ties: exponentials, logarithms and
+the largest value of a block may differ in the last bits.
 """
 
 from functools import cache
-from math import log, log1p
+from math import log
 from typing import Any
 
 import numba
@@ -16,14 +17,10 @@ from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.lanes_cpu import LANES, LOG2_E, weigh
 from services.worker.layers.linear_cpu import WithAddress, addresses, storage_of
 from services.worker.layers.products_cpu import WeightStorage, compiled_product
-from services.worker.step.noise import NOISE_BLOCK, ROUND_1, ROUND_2, TOKEN_STRIDE, UNIT
+from services.worker.sampling.noise_cpu import gumbel
+from services.worker.step.noise import NOISE_BLOCK
 
 _ROWS = 64  # rows whose logits are in memory at once
-_WORD = 0xFFFFFFFF
-_STRIDE, _ROUND_1, _ROUND_2 = (
-    TOKEN_STRIDE & _WORD,
-    *(tuple(each & _WORD for each in pair) for pair in (ROUND_1, ROUND_2)),
-)
 
 
 class PlainHead:
@@ -97,32 +94,12 @@ def _draw(values, scale, low, high, block):
                 block[i] = values[start + i] * scale * np.float32(LOG2_E)
             block[count : count + LANES] = -np.inf
             total, largest = weigh(LANES, block.ctypes.data, (count + LANES - 1) // LANES)
-            weight = (largest / np.float32(LOG2_E)) + log(total) + _gumbel(low, high, -1 - start // NOISE_BLOCK)
+            weight = (largest / np.float32(LOG2_E)) + log(total) + gumbel(low, high, -1 - start // NOISE_BLOCK)
             if weight > best:
                 best, begin = weight, start
     best, token = np.float32(-np.inf), begin
     for i in range(begin, min(begin + NOISE_BLOCK, width)):
-        value = _gumbel(low, high, i) + values[i] * scale
+        value = gumbel(low, high, i) + values[i] * scale
         if value > best:
             best, token = value, i
     return token
-
-
-@numba.njit(nogil=True)
-def _gumbel(low, high, token):
-    """Return the noise of ``gumbel`` for a token, and two words of the key, uint32."""
-    bits = (np.uint64(token) * np.uint64(_STRIDE) + np.uint64(low)) & np.uint64(_WORD)
-    bits = _scramble(bits, np.uint64(_ROUND_1[0]), np.uint64(_ROUND_1[1]))
-    bits = _scramble(bits ^ np.uint64(high), np.uint64(_ROUND_2[0]), np.uint64(_ROUND_2[1]))
-    uniform = (np.float32(bits & np.uint64(0x7FFFFFFF)) + np.float32(0.5)) * np.float32(UNIT)
-    return -log(-log1p(-uniform))
-
-
-@numba.njit(nogil=True)
-def _scramble(bits, first, second):
-    word = np.uint64(_WORD)
-    bits ^= bits >> np.uint64(16)
-    bits = (bits * first) & word
-    bits ^= bits >> np.uint64(15)
-    bits = (bits * second) & word
-    return bits ^ (bits >> np.uint64(16))

@@ -2,7 +2,7 @@
 
 The noise of a token does not depend on the batch, slot, device or worker, and is the same after a preemption. The
 integer hash is exact on every device; only the conversion to floating point may differ, in the last bit.
-``triton_noise`` computes the same noise on a GPU.
+``triton_noise`` computes the same noise on a GPU, and ``noise_cpu`` in compiled functions.
 """
 
 import numpy as np
