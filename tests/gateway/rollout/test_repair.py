@@ -5,13 +5,13 @@ The test makes the calls of a gateway until the stage, and makes none afterwards
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
 
 import grpc
 import pytest
 
-from services.common.errors import FailedPrecondition
+from services.common.errors import FailedPrecondition, Unavailable
 from services.gateway.engine.fleet import Fleet
 from services.gateway.rollout import control
 from services.gateway.rollout.repair import WeightsRepair, find_different, repair
@@ -81,11 +81,18 @@ async def settled(schedulers: Schedulers, expected: str) -> None:
     try:
         await eventually_async(lambda: set(schedulers.versions) == {expected})
         await schedulers.until_ready(fleet)
-        known = await control.read_weights(fleet, checksums=False)
-        assert {each["version"] for each in known} == {expected}
+        assert await known_versions(fleet) == {expected}
         await unpaused(fleet)
     finally:
         await cancelled(repairing)
+
+
+async def known_versions(fleet: Fleet) -> set[str]:
+    """Return the versions that the schedulers know. The gateway may learn that a worker is lost only by asking."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            with suppress(Unavailable):
+                return {each["version"] for each in await control.read_weights(fleet, checksums=False)}
 
 
 async def unpaused(fleet: Fleet) -> None:
