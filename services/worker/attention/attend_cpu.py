@@ -26,6 +26,7 @@ from services.worker.layers.lanes_cpu import (
     multiply_add,
     reduce,
     shuffle,
+    spread,
     weigh,
 )
 from services.worker.layers.prefetch_cpu import prefetch
@@ -206,8 +207,7 @@ def _add_values(typing, rows, head_dim, bytes_of, weights, stride, values, count
             for row in range(heads):
                 address = builder.add(place, builder.mul(distance, int64(row)))
                 single = builder.load(builder.inttoptr(address, FLOAT.as_pointer()), align=4)
-                first = builder.insert_element(ir.Constant(floats, ir.Undefined), single, INTEGER(0))
-                factor = shuffle(builder, first, first, [0] * lanes)
+                factor = spread(builder, single, lanes)
                 for part, each in enumerate(stored):
                     total = totals[row * len(stored) + part]
                     builder.store(multiply_add(builder, factor, each, builder.load(total)), total)

@@ -85,6 +85,17 @@ def shuffle(builder: Any, first: Any, second: Any, lanes: Sequence[int]) -> Any:
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(INTEGER, len(lanes)), list(lanes)))
 
 
+def spread(builder: Any, value: Any, lanes: int) -> Any:
+    """Return a vector of ``lanes`` times ``value``."""
+    single = builder.insert_element(ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined), value, INTEGER(0))
+    return shuffle(builder, single, single, [0] * lanes)
+
+
+def read(builder: Any, address: Any, kind: Any) -> Any:
+    """Return the value of this type at ``address``, which may be any."""
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
+
+
 def load(builder: Any, address: Any, offset: int, lanes: int, element: int = 4) -> Any:
     """Return the ``lanes`` floats at ``offset`` bytes from ``address``, stored in ``element`` bytes: 2 for bfloat16."""
     kind = ir.VectorType(FLOAT if element == 4 else _SHORT, lanes)
@@ -98,7 +109,11 @@ def load(builder: Any, address: Any, offset: int, lanes: int, element: int = 4) 
 
 
 def multiply_add(builder: Any, first: Any, second: Any, added: Any) -> Any:
-    """Return ``first * second + added``, rounded once where the processor can."""
+    """Return ``first * second + added`` of vectors, rounded once where the processor can.
+
+    LLVM may choose which of two products is part of an addition, and chooses differently for one row and for four. This
+    intrinsic leaves no choice, so a row has the same result among any rows.
+    """
     kind = added.type
     function_type = ir.FunctionType(kind, [kind, kind, kind])
     name = f"llvm.fmuladd.v{kind.count}f32"

@@ -12,13 +12,12 @@ from numba.extending import intrinsic
 
 from services.worker.described.memory import PANEL_COLUMNS as COLUMNS
 from services.worker.layers.bfloat16_cpu import narrowed
+from services.worker.layers.lanes_cpu import FLOAT, INTEGER, LANES, int64, read, spread
 from services.worker.layers.prefetch_cpu import emit_prefetch
 
-_LANES = 16
-_VECTORS = COLUMNS // _LANES
+_VECTORS = COLUMNS // LANES
 _PAIR = 4  # bytes
-_FLOAT, _INTEGER = ir.FloatType(), ir.IntType(32)
-_FLOATS, _INTEGERS = ir.VectorType(_FLOAT, _LANES), ir.VectorType(_INTEGER, _LANES)
+_FLOATS, _INTEGERS = ir.VectorType(FLOAT, LANES), ir.VectorType(INTEGER, LANES)
 _UPPER = 0xFFFF0000
 
 
@@ -35,7 +34,7 @@ class _Bfloat16(ir.Type):  # type: ignore[misc]  # llvmlite has no types
         return hash(_Bfloat16)
 
 
-_HALVES = ir.VectorType(_Bfloat16(), 2 * _LANES)
+_HALVES = ir.VectorType(_Bfloat16(), 2 * LANES)
 
 
 def multiplies_bfloat16() -> bool:
@@ -79,7 +78,7 @@ def _generate(
     step: Any,
 ) -> None:
     """Emit the instructions of ``make_add_pairs``."""
-    zeros = ir.Constant(_FLOATS, [0.0] * _LANES)
+    zeros = ir.Constant(_FLOATS, [0.0] * LANES)
     totals = [[cgutils.alloca_once(builder, _FLOATS) for _ in range(_VECTORS)] for _ in range(rows)]
     for total in (each for row in totals for each in row):
         builder.store(zeros, total)
@@ -87,53 +86,39 @@ def _generate(
     with cgutils.for_range(builder, count) as loop:
         place = builder.add(ahead, builder.mul(loop.index, step))
         emit_prefetch(builder, place)
-        emit_prefetch(builder, builder.add(place, builder.lshr(step, _size(1))))
-        start = builder.add(weight, builder.mul(loop.index, _size(COLUMNS * _PAIR)))
-        weights = [_load(builder, builder.add(start, _size(64 * index)), _INTEGERS) for index in range(_VECTORS)]
+        emit_prefetch(builder, builder.add(place, builder.lshr(step, int64(1))))
+        start = builder.add(weight, builder.mul(loop.index, int64(COLUMNS * _PAIR)))
+        weights = [read(builder, builder.add(start, int64(64 * index)), _INTEGERS) for index in range(_VECTORS)]
         for row, sums in enumerate(totals):
-            place = builder.add(x, builder.mul(x_stride, _size(row)))
-            pair = _load(builder, builder.add(place, builder.mul(loop.index, _size(_PAIR))), _INTEGER)
+            place = builder.add(x, builder.mul(x_stride, int64(row)))
+            pair = read(builder, builder.add(place, builder.mul(loop.index, int64(_PAIR))), INTEGER)
             add(builder, sums, pair, weights)
     for row, sums in enumerate(totals):
         for index, total in enumerate(sums):
-            place = builder.add(output, builder.add(builder.mul(output_stride, _size(row)), _size(64 * index)))
-            value = builder.fadd(_load(builder, place, _FLOATS), builder.load(total))
+            place = builder.add(output, builder.add(builder.mul(output_stride, int64(row)), int64(64 * index)))
+            value = builder.fadd(read(builder, place, _FLOATS), builder.load(total))
             builder.store(value, builder.inttoptr(place, _FLOATS.as_pointer()), align=1)
 
 
 def _add_by_instruction(builder: Any, totals: list[Any], pair: Any, weights: list[Any]) -> None:
     kind = ir.FunctionType(_FLOATS, [_FLOATS, _HALVES, _HALVES])
     multiply = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-    factor = builder.bitcast(_spread(builder, pair, _INTEGERS), _HALVES)
+    factor = builder.bitcast(spread(builder, pair, LANES), _HALVES)
     for total, each in zip(totals, weights, strict=True):
         value = builder.call(multiply, [builder.load(total), factor, builder.bitcast(each, _HALVES)])
         builder.store(value, total)
 
 
 def _add_widened(builder: Any, totals: list[Any], pair: Any, weights: list[Any]) -> None:
-    shift, upper = ir.Constant(_INTEGERS, [16] * _LANES), ir.Constant(_INTEGERS, [_UPPER] * _LANES)
-    first = _spread(builder, builder.bitcast(builder.shl(pair, _INTEGER(16)), _FLOAT), _FLOATS)
-    second = _spread(builder, builder.bitcast(builder.and_(pair, _INTEGER(_UPPER)), _FLOAT), _FLOATS)
+    shift, upper = ir.Constant(_INTEGERS, [16] * LANES), ir.Constant(_INTEGERS, [_UPPER] * LANES)
+    first = spread(builder, builder.bitcast(builder.shl(pair, INTEGER(16)), FLOAT), LANES)
+    second = spread(builder, builder.bitcast(builder.and_(pair, INTEGER(_UPPER)), FLOAT), LANES)
     for total, each in zip(totals, weights, strict=True):
         value = builder.load(total)
         for factor, bits in ((first, builder.shl(each, shift)), (second, builder.and_(each, upper))):
             product = builder.fmul(factor, builder.bitcast(bits, _FLOATS), flags=("contract",))
             value = builder.fadd(value, product, flags=("contract",))
         builder.store(value, total)
-
-
-def _size(value: int) -> Any:
-    return ir.Constant(ir.IntType(64), value)
-
-
-def _load(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
-
-
-def _spread(builder: Any, value: Any, kind: Any) -> Any:
-    """Return a vector of ``value``."""
-    single = builder.insert_element(ir.Constant(kind, ir.Undefined), value, _INTEGER(0))
-    return builder.shuffle_vector(single, single, ir.Constant(_INTEGERS, [0] * _LANES))
 
 
 @numba.njit(nogil=True)

@@ -14,13 +14,13 @@ from numba.extending import intrinsic
 
 from services.worker.described.memory import INTEGER_GROUP
 from services.worker.described.memory import PANEL_COLUMNS as COLUMNS
+from services.worker.layers.lanes_cpu import FLOAT, INTEGER, int64, multiply_add, read, spread
 from services.worker.layers.prefetch_cpu import emit_prefetch
 
 IntegerStorage = Literal["int8", "int4"]
 Storage = Literal["float32"] | IntegerStorage
 
-_FLOAT, _INTEGER = ir.FloatType(), ir.IntType(32)
-_FLOATS, _INTEGERS = ir.VectorType(_FLOAT, COLUMNS), ir.VectorType(_INTEGER, COLUMNS)
+_FLOATS, _INTEGERS = ir.VectorType(FLOAT, COLUMNS), ir.VectorType(INTEGER, COLUMNS)
 _BYTES, _HALVES = ir.VectorType(ir.IntType(8), COLUMNS), ir.VectorType(ir.HalfType(), COLUMNS)
 _STORED = {"float32": _FLOATS, "int8": _BYTES, "int4": _BYTES}
 _SCALES = {"float32": 0, "int8": 1, "int4": 2}
@@ -134,24 +134,24 @@ def _generate(
 
     with cgutils.for_range(builder, count) as loop:
         if ahead is None:
-            place = builder.add(weight, builder.mul(loop.index, _size(COLUMNS)))
-            emit_prefetch(builder, builder.add(place, _size(_AHEAD)))
+            place = builder.add(weight, builder.mul(loop.index, int64(COLUMNS)))
+            emit_prefetch(builder, builder.add(place, int64(_AHEAD)))
         else:
             place = builder.add(ahead, builder.mul(loop.index, step))
             emit_prefetch(builder, place)
-            emit_prefetch(builder, builder.add(place, builder.lshr(step, _size(1))))
+            emit_prefetch(builder, builder.add(place, builder.lshr(step, int64(1))))
         _use_row(builder, storage, weight, loop.index, count, add)
     factors = _factors(builder, storage, scale)
     for row, total in enumerate(totals):
-        place = builder.add(output, builder.mul(output_stride, _size(row)))
-        value = _load(builder, place, _FLOATS)
+        place = builder.add(output, builder.mul(output_stride, int64(row)))
+        value = read(builder, place, _FLOATS)
         if factors:
-            value = _multiply_add(builder, builder.load(total), factors[0], value)
+            value = multiply_add(builder, builder.load(total), factors[0], value)
         else:
             value = builder.fadd(value, builder.load(total))
         if len(factors) > 1:
-            offset = _spread(builder, _at(builder, sums, sums_stride, row, _size(0)))
-            value = _multiply_add(builder, offset, factors[1], value)
+            offset = spread(builder, _at(builder, sums, sums_stride, row, int64(0)), COLUMNS)
+            value = multiply_add(builder, offset, factors[1], value)
         _store(builder, place, value)
 
 
@@ -173,26 +173,26 @@ def _generate_widening(
     count, scales = INTEGER_GROUP // halves, 2 * COLUMNS * _SCALES[storage]
     totals = _zeros(builder, rows)
     with cgutils.for_range(builder, groups) as outer:
-        integers = builder.add(weight, builder.mul(outer.index, _size(count * COLUMNS)))
-        factors = _factors(builder, storage, builder.add(scale, builder.mul(outer.index, _size(scales))))
+        integers = builder.add(weight, builder.mul(outer.index, int64(count * COLUMNS)))
+        factors = _factors(builder, storage, builder.add(scale, builder.mul(outer.index, int64(scales))))
         for half in range(halves):
-            first = builder.add(builder.mul(outer.index, _size(INTEGER_GROUP)), _size(half * count))
-            with cgutils.for_range(builder, _size(count)) as loop:
-                place = builder.add(integers, builder.mul(loop.index, _size(COLUMNS)))
+            first = builder.add(builder.mul(outer.index, int64(INTEGER_GROUP)), int64(half * count))
+            with cgutils.for_range(builder, int64(count)) as loop:
+                place = builder.add(integers, builder.mul(loop.index, int64(COLUMNS)))
                 if half == 0:
-                    emit_prefetch(builder, builder.add(place, _size(_AHEAD)))
-                values = _half(builder, storage, _load(builder, place, _BYTES), half)
+                    emit_prefetch(builder, builder.add(place, int64(_AHEAD)))
+                values = _half(builder, storage, read(builder, place, _BYTES), half)
                 if len(factors) > 1:
-                    values = _multiply_add(builder, values, factors[0], factors[1])
+                    values = multiply_add(builder, values, factors[0], factors[1])
                 else:
                     values = builder.fmul(values, factors[0])
                 index = builder.add(first, loop.index)
-                place = builder.add(target, builder.mul(index, _size(4 * COLUMNS)))
+                place = builder.add(target, builder.mul(index, int64(4 * COLUMNS)))
                 _store(builder, place, values)
                 _add_products(builder, totals, x, x_stride, index, values)
     for row, total in enumerate(totals):
-        place = builder.add(output, builder.mul(output_stride, _size(row)))
-        value = builder.fadd(_load(builder, place, _FLOATS), builder.load(total))
+        place = builder.add(output, builder.mul(output_stride, int64(row)))
+        value = builder.fadd(read(builder, place, _FLOATS), builder.load(total))
         _store(builder, place, value)
 
 
@@ -207,8 +207,8 @@ def _zeros(builder: Any, rows: int) -> list[Any]:
 def _add_products(builder: Any, totals: list[Any], x: Any, x_stride: Any, index: Any, values: Any) -> None:
     """Emit the addition of the products of ``values`` and input ``index`` of each row of ``x`` to ``totals``."""
     for row, total in enumerate(totals):
-        factor = _spread(builder, _at(builder, x, x_stride, row, index))
-        builder.store(_multiply_add(builder, factor, values, builder.load(total)), total)
+        factor = spread(builder, _at(builder, x, x_stride, row, index), COLUMNS)
+        builder.store(multiply_add(builder, factor, values, builder.load(total)), total)
 
 
 def _use_row(
@@ -216,7 +216,7 @@ def _use_row(
 ) -> None:
     """Emit ``use(input, values)`` for each input in ``row`` of ``count`` rows of a weight. ``values`` are 64 floats."""
     size = COLUMNS * (4 if storage == "float32" else 1)
-    stored = _load(builder, builder.add(weight, builder.mul(row, _size(size))), _STORED[storage])
+    stored = read(builder, builder.add(weight, builder.mul(row, int64(size))), _STORED[storage])
     use(row, _half(builder, storage, stored, 0))
     if storage == "int4":
         use(builder.add(row, count), _half(builder, storage, stored, 1))
@@ -235,27 +235,8 @@ def _half(builder: Any, storage: Storage, stored: Any, half: int) -> Any:
 
 def _factors(builder: Any, storage: Storage, scale: Any) -> list[Any]:
     """Return the 64 scales of a group, and for int4 the 64 offsets, as floats. Return none for float32."""
-    places = (builder.add(scale, _size(2 * COLUMNS * index)) for index in range(_SCALES[storage]))
-    return [builder.fpext(_load(builder, place, _HALVES), _FLOATS) for place in places]
-
-
-def _multiply_add(builder: Any, first: Any, second: Any, added: Any) -> Any:
-    """Return ``first * second + added`` of 64 floats.
-
-    LLVM may choose which of two products is part of an addition, and chooses differently for one row and for four. This
-    intrinsic leaves no choice, so a row has the same result among any rows.
-    """
-    kind = ir.FunctionType(_FLOATS, [_FLOATS, _FLOATS, _FLOATS])
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{COLUMNS}f32")
-    return builder.call(function, [first, second, added])
-
-
-def _size(value: int) -> Any:
-    return ir.Constant(ir.IntType(64), value)
-
-
-def _load(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
+    places = (builder.add(scale, int64(2 * COLUMNS * index)) for index in range(_SCALES[storage]))
+    return [builder.fpext(read(builder, place, _HALVES), _FLOATS) for place in places]
 
 
 def _store(builder: Any, address: Any, values: Any) -> None:
@@ -265,11 +246,5 @@ def _store(builder: Any, address: Any, values: Any) -> None:
 
 def _at(builder: Any, address: Any, stride: Any, row: int, index: Any) -> Any:
     """Return the float32 at ``index`` of ``row``."""
-    start = builder.add(address, builder.mul(stride, _size(row)))
-    return _load(builder, builder.add(start, builder.mul(index, _size(4))), _FLOAT)
-
-
-def _spread(builder: Any, value: Any) -> Any:
-    """Return 64 times ``value``."""
-    single = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), value, ir.Constant(_INTEGER, 0))
-    return builder.shuffle_vector(single, single, ir.Constant(_INTEGERS, [0] * COLUMNS))
+    start = builder.add(address, builder.mul(stride, int64(row)))
+    return read(builder, builder.add(start, builder.mul(index, int64(4))), FLOAT)
