@@ -8,10 +8,10 @@ from services.worker.layers import compiled_cpu
 
 @pytest.fixture
 def helpers(tmp_path, monkeypatch):
-    """The directory of the modules that the function calls."""
-    monkeypatch.setattr(compiled_cpu, "__file__", str(tmp_path / "compiled_cpu.py"))
-    compiled_cpu.source_version.cache_clear()
-    yield tmp_path
+    """A directory of modules that the function calls."""
+    monkeypatch.setattr(compiled_cpu, "__file__", str(tmp_path / "layers/compiled_cpu.py"))
+    (tmp_path / "sampling").mkdir()
+    yield tmp_path / "sampling"
     compiled_cpu.source_version.cache_clear()
 
 
@@ -19,7 +19,7 @@ def test_another_version_of_a_helper_is_compiled_into_its_own_cache_file(helpers
     """Numba notices changes of the function's file only."""
     names = []
     for source in ("first", "second", "first"):
-        (helpers / "lanes_cpu.py").write_text(source)
+        (helpers / "noise_cpu.py").write_text(source)
         compiled_cpu.source_version.cache_clear()
 
         def doubled(value):

@@ -23,8 +23,8 @@ def compile_function(
     find it again and would store another copy at each start.
 
     ``constants`` are the values captured by a closure. Each set of values has its own cache files, because processes
-    that write to the same index at the same time can store code under a wrong key. So has each version of the modules
-    here, since numba notices only changes of the file that has the function.
+    that write to the same index at the same time can store code under a wrong key. So has each version of the worker's
+    modules for CPUs, since numba notices only changes of the file that has the function.
     """
     if not keep:
         return _compile(function, signature)
@@ -37,8 +37,8 @@ def compile_function(
 
 @cache
 def source_version() -> str:
-    """Return a hash of the modules of this package for compiled functions."""
-    sources = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*_cpu.py")))
+    """Return a hash of the worker's modules for CPUs, whose functions call one another."""
+    sources = (path.read_bytes() for path in sorted(Path(__file__).parent.parent.glob("*/*_cpu.py")))
     return hashlib.sha256(b"".join(sources)).hexdigest()[:12]
 
 

@@ -46,7 +46,7 @@ class PlainHead:
 @cache
 def _compiled(storage: WeightStorage) -> Any:
     """Return the function of ``PlainHead``. The first call compiles it."""
-    product, most = compiled_product(storage), _ROWS
+    product, draw, most = compiled_product(storage), _compiled_draw(), _ROWS
 
     def choose(hidden, weight, scale, width, scales, keys, chosen, finite):
         logits = np.empty((min(len(hidden), most), width), np.float32)
@@ -63,7 +63,7 @@ def _compiled(storage: WeightStorage) -> Any:
                 if scales[row] == 0 or not finite[row]:
                     chosen[row] = _largest(values)
                 else:
-                    chosen[row] = _draw(values, scales[row], keys[row, 0], keys[row, 1], block)
+                    chosen[row] = draw(values, scales[row], keys[row, 0], keys[row, 1], block)
 
     integer, rows = numba.int64, numba.float32[:, ::1]
     signature = numba.void(
@@ -71,6 +71,13 @@ def _compiled(storage: WeightStorage) -> Any:
         *(integer[::1], numba.boolean[::1]),
     )
     return compile_function(choose, signature, keep=False)
+
+
+@cache
+def _compiled_draw() -> Any:
+    """Return ``_draw`` compiled. It is kept on disk, unlike the function that calls it."""
+    values, key = numba.float32[::1], numba.uint32
+    return compile_function(_draw, numba.int64(values, numba.float32, key, key, values))
 
 
 @numba.njit(nogil=True)
@@ -82,7 +89,6 @@ def _largest(values):
     return token
 
 
-@numba.njit(nogil=True)
 def _draw(values, scale, low, high, block):
     """Draw a token as ``draw`` does: a block of the vocabulary, and then a token of it."""
     width, begin = len(values), 0
@@ -94,7 +100,7 @@ def _draw(values, scale, low, high, block):
                 block[i] = values[start + i] * scale * np.float32(LOG2_E)
             block[count : count + LANES] = -np.inf
             total, largest = weigh(LANES, block.ctypes.data, (count + LANES - 1) // LANES)
-            weight = (largest / np.float32(LOG2_E)) + log(total) + gumbel(low, high, -1 - start // NOISE_BLOCK)
+            weight = largest / np.float32(LOG2_E) + log(total) + gumbel(low, high, -1 - start // NOISE_BLOCK)
             if weight > best:
                 best, begin = weight, start
     best, token = np.float32(-np.inf), begin
