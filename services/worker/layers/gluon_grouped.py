@@ -29,8 +29,8 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its na
 
 LINES = 128  # outputs of a block
 WARPS = 8  # that compute
-_TOGETHER = gl.constexpr(8)  # blocks of rows that follow each other, so that their weights stay in the L2 cache
-_PRODUCER_REGISTERS = gl.constexpr(24)
+TOGETHER = gl.constexpr(8)  # blocks of rows that follow each other, so that their weights stay in the L2 cache
+PRODUCER_REGISTERS = gl.constexpr(24)
 _MORE_TILES = gl.constexpr(2)  # of the last part of a block, since sums of the other parts have to be written first
 
 
@@ -48,6 +48,8 @@ class Sizes(NamedTuple):
     lines: int  # outputs of a block
     slots: int  # of the ring of rows; a slot has half a tile of inputs
     code_slots: int  # of the ring of codes
+    floats: bool = False  # weights are in MXFP4
+    activation: str | None = None  # of experts whose outputs are gates, and then as many factors of the gates
 
 
 @gluon.jit(do_not_specialize=["rows", "shared", "parts"])
@@ -59,10 +61,25 @@ def grouped_wide(x, codes, scales, offsets, bias, results, sums, flags, rows, sh
     rows of a block]`` float32 and sets its element of ``flags`` int32 from 0 to 1. The last one waits for that, adds
     the sums, and sets the flags to 0. The other tensors are those of ``GroupedLinear``, and ``C`` are ``Sizes``.
     """
+    rings = allocate_rings(x, codes, C)
+    staged = gl.allocate_shared_memory(x.dtype, [C.rows, C.lines], results.layout)
+    gl.warp_specialize(
+        [
+            (_consume, (rings, staged, scales, offsets, bias, results, sums, flags, rows, shared, parts, C)),
+            (_produce, (rings, x, codes, rows, shared, parts, C)),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def allocate_rings(x, codes, C: gl.constexpr):
+    """Return the rings of rows and of codes, with the barriers that tell which of their slots are filled or free."""
     SLOTS: gl.constexpr = C.slots
     CODE_SLOTS: gl.constexpr = C.code_slots
     row_ring = gl.allocate_shared_memory(x.dtype, [SLOTS, C.rows, C.tile // 2], x.layout)
-    code_ring = gl.allocate_shared_memory(gl.int16, [CODE_SLOTS, C.lines, C.tile * C.bits // 16], codes.layout)
+    code_ring = gl.allocate_shared_memory(gl.int16, [CODE_SLOTS] + codes.block_type.shape, codes.layout)  # noqa: RUF005
     filled = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     codes_filled = gl.allocate_shared_memory(gl.int64, [CODE_SLOTS, 1], mbarrier.MBarrierLayout())
@@ -73,25 +90,16 @@ def grouped_wide(x, codes, scales, offsets, bias, results, sums, flags, rows, sh
     for slot in gl.static_range(CODE_SLOTS):
         mbarrier.init(codes_filled.index(slot), count=1)
         mbarrier.init(codes_free.index(slot), count=1)
-    rings = (row_ring, code_ring, filled, free, codes_filled, codes_free)
-    staged = gl.allocate_shared_memory(x.dtype, [C.rows, C.lines], results.layout)
-    gl.warp_specialize(
-        [
-            (_consume, (rings, staged, scales, offsets, bias, results, sums, flags, rows, shared, parts, C)),
-            (_produce, (rings, x, codes, rows, shared, parts, C)),
-        ],
-        [1],
-        [_PRODUCER_REGISTERS],
-    )
+    return row_ring, code_ring, filled, free, codes_filled, codes_free
 
 
 @gluon.jit
 def _locate(block, rows, C: gl.constexpr):
     """Return the first row and the first output of ``block``."""
     LINE_BLOCKS: gl.constexpr = (C.outputs + C.lines - 1) // C.lines
-    before = block // (_TOGETHER * LINE_BLOCKS) * _TOGETHER
-    size = gl.minimum((rows + C.rows - 1) // C.rows - before, _TOGETHER)
-    inside = block % (_TOGETHER * LINE_BLOCKS)
+    before = block // (TOGETHER * LINE_BLOCKS) * TOGETHER
+    size = gl.minimum((rows + C.rows - 1) // C.rows - before, TOGETHER)
+    inside = block % (TOGETHER * LINE_BLOCKS)
     return (before + inside % size) * C.rows, inside // size * C.lines
 
 
@@ -121,42 +129,63 @@ def _locate_part(unit, whole, parts, C: gl.constexpr):
 @gluon.jit
 def _produce(rings, x, codes, rows, shared, parts, C: gl.constexpr):
     """Fill the rings, in the order in which ``_consume`` empties them."""
-    row_ring, code_ring, filled, free, codes_filled, codes_free = rings
-    HALF: gl.constexpr = C.tile // 2
-    WIDTH: gl.constexpr = C.tile * C.bits // 16
     whole, units = _count(rows, shared, parts, C)
     step = 0
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         block, first, stop = _locate_part(unit, whole, parts, C)
         row, line = _locate(block, rows, C)
-        for tile in range(first, stop):
-            slot = step % C.code_slots
-            mbarrier.wait(codes_free.index(slot), (step // C.code_slots & 1) ^ 1)
-            mbarrier.expect(codes_filled.index(slot), codes.block_type.nbytes)
+        fill(rings, x, codes, row, line, first, stop, step, C)
+        step += stop - first
+
+
+@gluon.jit
+def fill(rings, x, codes, row, line, first, stop, step, C: gl.constexpr):
+    """Fill the rings with the tiles from ``first`` to ``stop - 1`` of the rows from ``row`` on.
+
+    ``line`` is where the block's codes begin in the first dimension of ``codes``, and ``step`` the number of tiles that
+    were copied before.
+    """
+    row_ring, code_ring, filled, free, codes_filled, codes_free = rings
+    HALF: gl.constexpr = C.tile // 2
+    WIDTH: gl.constexpr = C.tile * C.bits // 16
+    for tile in range(first, stop):
+        slot = step % C.code_slots
+        mbarrier.wait(codes_free.index(slot), (step // C.code_slots & 1) ^ 1)
+        mbarrier.expect(codes_filled.index(slot), codes.block_type.nbytes)
+        source = [line, tile * WIDTH] if len(codes.block_type.shape) == 2 else [line, 0, 0, tile * WIDTH]
+        tma.async_copy_global_to_shared(codes, source, codes_filled.index(slot), code_ring.index(slot))
+        for half in gl.static_range(2):
+            number = 2 * step + half
+            slot = number % C.slots
+            mbarrier.wait(free.index(slot), (number // C.slots & 1) ^ 1)
+            mbarrier.expect(filled.index(slot), x.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                codes, [line, tile * WIDTH], codes_filled.index(slot), code_ring.index(slot)
+                x, [row, (2 * tile + half) * HALF], filled.index(slot), row_ring.index(slot)
             )
-            for half in gl.static_range(2):
-                number = 2 * step + half
-                slot = number % C.slots
-                mbarrier.wait(free.index(slot), (number // C.slots & 1) ^ 1)
-                mbarrier.expect(filled.index(slot), x.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    x, [row, (2 * tile + half) * HALF], filled.index(slot), row_ring.index(slot)
-                )
-            step += 1
+        step += 1
+
+
+@gluon.jit
+def _load_factor(factors, DTYPE: gl.constexpr, FLOATS: gl.constexpr):
+    """Return scales or offsets as ``doubled`` returns them. With ``FLOATS``, they are exponents of bfloat16."""
+    if FLOATS:
+        exponents = gl.load(factors).to(gl.uint32) << 7
+        factor = exponents | (exponents << 16)
+    else:
+        factor = doubled(gl.load(factors), DTYPE)
+    return factor
 
 
 @gluon.jit
 def _load_factors(scales, offsets, tile, source, DTYPE: gl.constexpr, C: gl.constexpr):
     """Return scales and offsets of the halves of ``tile`` for the outputs ``source``, as ``doubled`` returns them."""
     place = tile * C.tile // C.group * C.outputs + source
-    scale = doubled(gl.load(scales + place), DTYPE)
-    offset = doubled(gl.load(offsets + place), DTYPE) if C.offsets else scale
+    scale = _load_factor(scales + place, DTYPE, C.floats)
+    offset = _load_factor(offsets + place, DTYPE, C.floats) if C.offsets else scale
     second_scale, second_offset = scale, offset
     if C.group < C.tile:  # the halves of a tile are two groups
-        second_scale = doubled(gl.load(scales + place + C.outputs), DTYPE)
-        second_offset = doubled(gl.load(offsets + place + C.outputs), DTYPE) if C.offsets else second_scale
+        second_scale = _load_factor(scales + place + C.outputs, DTYPE, C.floats)
+        second_offset = _load_factor(offsets + place + C.outputs, DTYPE, C.floats) if C.offsets else second_scale
     return scale, offset, second_scale, second_offset
 
 
@@ -170,20 +199,58 @@ def _multiply(total, weights, rings, number, C: gl.constexpr):
 
 
 @gluon.jit
-def _consume(rings, staged, scales, offsets, bias, results, sums, flags, rows, shared, parts, C: gl.constexpr):
-    """Multiply what is in the rings.
+def sum_tiles(rings, scales, offsets, source, first, stop, step, SUMS: gl.constexpr, C: gl.constexpr):
+    """Return the product ``[lines, rows]`` of the tiles from ``first`` to ``stop - 1``, as ``fill`` copies them.
 
-    There are two sets of registers for weights. While a product reads one of them, the next weights are written to the
-    other one.
+    ``source`` are the outputs of the lines. There are two sets of registers for weights. While a product reads one of
+    them, the next weights are written to the other one.
     """
     row_ring, code_ring, _, free, codes_filled, codes_free = rings
     DTYPE: gl.constexpr = row_ring.dtype
     HALF: gl.constexpr = C.tile // 2
     LINES: gl.constexpr = C.lines
     ROWS: gl.constexpr = C.rows
+    WIDTH: gl.constexpr = C.tile * C.bits // 16
     TILES: gl.constexpr = C.inputs // C.tile
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    PAIRS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 1)
+    total = warpgroup_mma_init(gl.zeros([LINES, ROWS], gl.float32, SUMS))
+    high = gl.zeros([LINES, HALF], DTYPE, WEIGHTS)
+    scale, offset, second_scale, second_offset = _load_factors(scales, offsets, first, source, DTYPE, C)
+    for tile in range(first, stop):
+        slot = step % C.code_slots
+        number = 2 * step
+        mbarrier.wait(codes_filled.index(slot), step // C.code_slots & 1)
+        tile_codes = code_ring.index(slot).reshape([LINES, WIDTH])
+        pairs = tile_codes.load(PAIRS) if C.bits == 4 else tile_codes.slice(0, HALF // 2, dim=1).load(PAIRS)
+        low = weights_of_pairs(pairs, scale, offset, False, C.bits, C.offsets, C.floats, DTYPE, WEIGHTS)
+        total = _multiply(total, low, rings, number, C)
+        following = gl.minimum(tile + 1, TILES - 1)
+        next_factors = _load_factors(scales, offsets, following, source, DTYPE, C)
+        high = warpgroup_mma_wait(1, deps=[high])
+        mbarrier.arrive(free.index((number + C.slots - 1) % C.slots), count=1, pred=tile > first)
+        if C.bits == 8:
+            pairs = tile_codes.slice(HALF // 2, HALF // 2, dim=1).load(PAIRS)
+        high = weights_of_pairs(pairs, second_scale, second_offset, True, C.bits, C.offsets, C.floats, DTYPE, WEIGHTS)
+        total = _multiply(total, high, rings, number + 1, C)
+        # Only here it is certain that the codes have arrived in registers, since the product reads them.
+        mbarrier.arrive(codes_free.index(slot), count=1)
+        low = warpgroup_mma_wait(1, deps=[low])
+        mbarrier.arrive(free.index(number % C.slots), count=1)
+        scale, offset, second_scale, second_offset = next_factors
+        step += 1
+    total, high = warpgroup_mma_wait(0, deps=[total, high])
+    mbarrier.arrive(free.index((2 * step + C.slots - 1) % C.slots), count=1)
+    return total
+
+
+@gluon.jit
+def _consume(rings, staged, scales, offsets, bias, results, sums, flags, rows, shared, parts, C: gl.constexpr):
+    """Multiply what is in the rings."""
+    DTYPE: gl.constexpr = results.dtype
+    LINES: gl.constexpr = C.lines
+    TILES: gl.constexpr = C.inputs // C.tile
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, C.rows, 16])
     PAIRS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 1)
     whole, units = _count(rows, shared, parts, C)
     step = 0
@@ -191,34 +258,8 @@ def _consume(rings, staged, scales, offsets, bias, results, sums, flags, rows, s
         block, first, stop = _locate_part(unit, whole, parts, C)
         row, line = _locate(block, rows, C)
         source = gl.minimum(line + gl.arange(0, LINES, gl.SliceLayout(1, PAIRS)), C.outputs - 1)
-        total = warpgroup_mma_init(gl.zeros([LINES, ROWS], gl.float32, SUMS))
-        high = gl.zeros([LINES, HALF], DTYPE, WEIGHTS)
-        scale, offset, second_scale, second_offset = _load_factors(scales, offsets, first, source, DTYPE, C)
-        for tile in range(first, stop):
-            slot = step % C.code_slots
-            number = 2 * step
-            mbarrier.wait(codes_filled.index(slot), step // C.code_slots & 1)
-            tile_codes = code_ring.index(slot)
-            pairs = tile_codes.load(PAIRS) if C.bits == 4 else tile_codes.slice(0, HALF // 2, dim=1).load(PAIRS)
-            low = weights_of_pairs(pairs, scale, offset, False, C.bits, C.offsets, DTYPE, WEIGHTS)
-            total = _multiply(total, low, rings, number, C)
-            following = gl.minimum(tile + 1, TILES - 1)
-            next_factors = _load_factors(scales, offsets, following, source, DTYPE, C)
-            high = warpgroup_mma_wait(1, deps=[high])
-            mbarrier.arrive(free.index((number + C.slots - 1) % C.slots), count=1, pred=tile > first)
-            if C.bits == 8:
-                pairs = tile_codes.slice(HALF // 2, HALF // 2, dim=1).load(PAIRS)
-            high = weights_of_pairs(pairs, second_scale, second_offset, True, C.bits, C.offsets, DTYPE, WEIGHTS)
-            total = _multiply(total, high, rings, number + 1, C)
-            # Only here it is certain that the codes have arrived in registers, since the product reads them.
-            mbarrier.arrive(codes_free.index(slot), count=1)
-            low = warpgroup_mma_wait(1, deps=[low])
-            mbarrier.arrive(free.index(number % C.slots), count=1)
-            scale, offset, second_scale, second_offset = next_factors
-            step += 1
-        total, high = warpgroup_mma_wait(0, deps=[total, high])
-        mbarrier.arrive(free.index((2 * step + C.slots - 1) % C.slots), count=1)
-
+        total = sum_tiles(rings, scales, offsets, source, first, stop, step, SUMS, C)
+        step += stop - first
         if stop < TILES:
             _hand_over(total, sums, flags, unit - whole, SUMS)
         else:

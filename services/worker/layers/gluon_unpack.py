@@ -7,7 +7,19 @@ dtype of the rows. So a weight is rounded twice: as its scale, and as a product.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from services.worker.layers.triton_unpack import BF16, BF16_BYTES, FP16, FP16_BYTES, HIGH, LOW, TO_INTEGERS
+from services.worker.layers.triton_unpack import (
+    BF16,
+    BF16_BYTES,
+    BF16_E2M1,
+    FLOATS,
+    FP16,
+    FP16_BYTES,
+    HIGH,
+    HIGH_FLOATS,
+    LOW,
+    LOW_FLOATS,
+    TO_INTEGERS,
+)
 
 _SCALED = " mul.rn.{kind} $0, $0, $3; mul.rn.{kind} $1, $1, $4; }}"
 _SHIFTED = " fma.rn.{kind} $0, $0, $3, $5; fma.rn.{kind} $1, $1, $4, $6; }}"
@@ -21,6 +33,8 @@ def _with_ends(start: str, values: dict[str, str]) -> tuple[gl.constexpr, gl.con
 _BF16_LOW, _BF16_LOW_SHIFTED = _with_ends(TO_INTEGERS, BF16 | LOW)
 _BF16_HIGH, _BF16_HIGH_SHIFTED = _with_ends(TO_INTEGERS, BF16 | HIGH)
 _BF16_8, _BF16_8_SHIFTED = _with_ends(BF16_BYTES, BF16)
+_LOW_FLOATS, _LOW_FLOATS_SHIFTED = _with_ends(FLOATS, BF16_E2M1 | LOW_FLOATS)
+_HIGH_FLOATS, _HIGH_FLOATS_SHIFTED = _with_ends(FLOATS, BF16_E2M1 | HIGH_FLOATS)
 _FP16_LOW, _FP16_LOW_SHIFTED = _with_ends(TO_INTEGERS, FP16 | LOW)
 _FP16_HIGH, _FP16_HIGH_SHIFTED = _with_ends(TO_INTEGERS, FP16 | HIGH)
 _FP16_8, _FP16_8_SHIFTED = _with_ends(TO_INTEGERS, FP16_BYTES)
@@ -35,14 +49,20 @@ def doubled(values, DTYPE: gl.constexpr):
 
 @gluon.jit
 def weights_of_pairs(codes, scale, offset, HIGH: gl.constexpr, BITS: gl.constexpr, OFFSETS: gl.constexpr,
-                     DTYPE: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+                     FLOATS: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Return the weights of ``codes [lines, pairs]`` int16, ``[lines, 2 * pairs]`` of ``DTYPE`` in ``LAYOUT``.
 
     With 4 bits, they are the low halves of the bytes, or the high ones with ``HIGH``. ``scale`` and ``offset`` are
-    those of lines, as ``doubled`` returns them. In ``LAYOUT``, a thread holds pairs of neighbours.
+    those of lines, as ``doubled`` returns them. ``FLOATS``: the weights are in MXFP4, and ``DTYPE`` is bfloat16. In
+    ``LAYOUT``, a thread holds pairs of neighbours.
     """
+    gl.static_assert(gl.bfloat16 == DTYPE or not FLOATS, "the scales of MXFP4 are powers of two in bfloat16")
     if BITS == 8:
         values = _run(codes, scale, offset, OFFSETS, _BF16_8, _BF16_8_SHIFTED, _FP16_8, _FP16_8_SHIFTED, DTYPE)
+    elif FLOATS:
+        PLAIN: gl.constexpr = _HIGH_FLOATS if HIGH else _LOW_FLOATS
+        SHIFTED: gl.constexpr = _HIGH_FLOATS_SHIFTED if HIGH else _LOW_FLOATS_SHIFTED
+        values = _run(codes, scale, offset, OFFSETS, PLAIN, SHIFTED, PLAIN, SHIFTED, DTYPE)
     elif HIGH:
         values = _run(codes, scale, offset, OFFSETS, _BF16_HIGH, _BF16_HIGH_SHIFTED, _FP16_HIGH, _FP16_HIGH_SHIFTED,
                       DTYPE)  # fmt: skip

@@ -18,6 +18,8 @@ from services.worker.layers.block_fp8 import BLOCK
 from services.worker.layers.cuda_devices import fitting_stages, takes_ptx
 from services.worker.layers.expert_tiles import MOST_STREAMED_PAIRS, ExpertTiles, Tile, choose_tiles
 from services.worker.layers.experts import ExpertWeights, Routes, grouped_weights, has_blocks, has_groups
+from services.worker.layers.gluon_experts import ROWS as WIDE_ROWS
+from services.worker.layers.gluon_experts import gather, multiply_wide, supports_wide
 from services.worker.layers.operators import operator
 from services.worker.layers.triton_activations import gated
 from services.worker.layers.triton_grouped_wide import add_tile
@@ -237,22 +239,35 @@ def _mix(
     down_scale: torch.Tensor | None,
     activation: Activation,
 ) -> None:
-    mix_with_tiles(
-        x,
-        Routes(experts, weights),
-        ExpertWeights(gate_up, down, gate_up_bias, down_bias, first, gate_up_scale, down_scale),
-        activation,
-        choose_tiles(
-            experts.numel(),
-            gate_up.shape[0],
-            gate_up.itemsize,
-            blocks=has_blocks(gate_up_scale),
-            groups=has_groups(gate_up_scale),
-        ),
-        streamed=experts.numel() <= MOST_STREAMED_PAIRS,
-        output=output,
-        add=add,
-    )
+    pairs, groups = experts.numel(), has_groups(gate_up_scale)
+    tiles = choose_tiles(pairs, len(gate_up), gate_up.itemsize, blocks=has_blocks(gate_up_scale), groups=groups)
+    parts = ExpertWeights(gate_up, down, gate_up_bias, down_bias, first, gate_up_scale, down_scale)
+    inputs: dict[str, Any] = {"x": x, "routes": Routes(experts, weights), "weights": parts, "activation": activation}
+    if tiles.rows == WIDE_ROWS and supports_wide(parts, x):
+        mix_wide(**inputs, output=output, add=add)
+    else:
+        mix_with_tiles(**inputs, tiles=tiles, streamed=pairs <= MOST_STREAMED_PAIRS, output=output, add=add)
+
+
+def mix_wide(
+    x: torch.Tensor,
+    routes: Routes,
+    weights: ExpertWeights,
+    activation: Activation,
+    *,
+    output: torch.Tensor,
+    add: bool,
+) -> None:
+    """Do what ``mix_with_tiles`` does with the kernel of ``gluon_experts``, if ``supports_wide``."""
+    pairs, count = routes.experts.numel(), len(weights.gate_up)
+    blocks = sort_pairs(routes.experts, weights.first, count, WIDE_ROWS)
+    inner = x.new_empty(len(blocks.pairs), weights.gate_up.shape[1] // 2)
+    rows = x.new_empty(pairs, weights.down.shape[1])
+    gathered = gather(x, blocks, pairs)
+    matrix = weights.gate_up, weights.gate_up_scale, weights.gate_up_bias
+    multiply_wide(gathered, *matrix, blocks, pairs, inner, activation)
+    multiply_wide(inner, weights.down, weights.down_scale, weights.down_bias, blocks, pairs, rows, None)
+    _add_up(rows, routes, weights.first, count, output, add)
 
 
 def mix_with_tiles(
@@ -270,7 +285,7 @@ def mix_with_tiles(
 
     ``streamed``: read the weights of each pair, without sorting.
     """
-    pairs, count, (tokens, chosen) = routes.experts.numel(), weights.gate_up.shape[0], routes.experts.shape
+    pairs, count, chosen = routes.experts.numel(), len(weights.gate_up), routes.experts.shape[1]
     blocks = None if streamed else sort_pairs(routes.experts, weights.first, count, tiles.rows)
     if streamed:
         tiles = tiles._replace(rows=_STREAMED_ROWS)
@@ -279,10 +294,16 @@ def mix_with_tiles(
     inner, rows = x.new_empty(pairs, width), x.new_empty(pairs, hidden)
     _launch(grouping, x, weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, inner, activation)
     _launch(grouping, inner, weights.down, weights.down_scale, weights.down_bias, rows, None)
+    _add_up(rows, routes, weights.first, count, output, add)
+
+
+def _add_up(rows: torch.Tensor, routes: Routes, first: int, count: int, output: torch.Tensor, add: bool) -> None:
+    """Write the sums of the ``rows [pairs, size]`` of tokens to ``output``, or add them, for experts from ``first``."""
+    (tokens, chosen), size = routes.experts.shape, rows.shape[1]
     chosen_width = triton.next_power_of_2(chosen)
-    block = min(_SUMMED // chosen_width, triton.next_power_of_2(hidden))
-    _sum[(tokens, triton.cdiv(hidden, block))](
-        rows, routes.experts, routes.weights, output, weights.first, EXPERTS=count, CHOSEN=chosen, SIZE=hidden,
+    block = min(_SUMMED // chosen_width, triton.next_power_of_2(size))
+    _sum[(tokens, triton.cdiv(size, block))](
+        rows, routes.experts, routes.weights, output, first, EXPERTS=count, CHOSEN=chosen, SIZE=size,
         CHOSEN_WIDTH=chosen_width, BLOCK=block, ADD=add, num_warps=4,
     )  # fmt: skip
 

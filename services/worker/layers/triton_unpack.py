@@ -12,7 +12,7 @@ exactly.
 import triton
 import triton.language as tl
 
-# The conversion of selected bytes, without its end, so that more can follow. ``gluon_unpack`` uses it too.
+# Conversions without their ends, so that more can follow. ``gluon_unpack`` uses them too.
 TO_INTEGERS = (
     "{{ .reg .b32 halves, exponent, one, middle;"
     " {select}"
@@ -41,7 +41,7 @@ BF16_BYTES = (
     " fma.rn.bf16x2 $0, c, minus, a; fma.rn.bf16x2 $1, d, minus, b;"
 )
 _BF16_BYTES = tl.constexpr((BF16_BYTES + " }}").format())
-_FLOATS = (
+FLOATS = (
     "{{ .reg .b32 bytes, lanes, signs, none, power, zero;"
     " mov.b32 bytes, $2; mov.b32 none, 0; mov.b32 power, {power}; mov.b32 zero, 0x80008000;"
     " prmt.b32 lanes, bytes, none, 0x1404; shl.b32 signs, lanes, {signs}; {shift}"
@@ -49,18 +49,21 @@ _FLOATS = (
     " fma.rn.{kind} $0, lanes, power, zero;"
     " prmt.b32 lanes, bytes, none, 0x3424; shl.b32 signs, lanes, {signs}; {shift}"
     " and.b32 signs, signs, 0x80008000; and.b32 lanes, lanes, {places}; or.b32 lanes, lanes, signs;"
-    " fma.rn.{kind} $1, lanes, power, zero; }}"
+    " fma.rn.{kind} $1, lanes, power, zero;"
 )
-_BF16_E2M1 = {"kind": "bf16x2", "power": "0x7E807E80", "places": "0x01C001C0"}  # 2 to the power of 126
+_WHOLE_FLOATS = FLOATS + " }}"
+BF16_E2M1 = {"kind": "bf16x2", "power": "0x7E807E80", "places": "0x01C001C0"}  # 2 to the power of 126
+LOW_FLOATS = {"signs": 4, "shift": "shr.b32 lanes, lanes, 2;"}  # in bfloat16
+HIGH_FLOATS = {"signs": 0, "shift": "shr.b32 lanes, lanes, 6;"}
 _FP16_E2M1 = {"kind": "f16x2", "power": "0x74007400", "places": "0x0E000E00"}  # 2 to the power of 14
-_BF16_LOW_FLOATS = tl.constexpr(_FLOATS.format(signs=4, shift="shr.b32 lanes, lanes, 2;", **_BF16_E2M1))
-_BF16_HIGH_FLOATS = tl.constexpr(_FLOATS.format(signs=0, shift="shr.b32 lanes, lanes, 6;", **_BF16_E2M1))
-_FP16_LOW_FLOATS = tl.constexpr(_FLOATS.format(signs=4, shift="shl.b32 lanes, lanes, 1;", **_FP16_E2M1))
-_FP16_HIGH_FLOATS = tl.constexpr(_FLOATS.format(signs=0, shift="shr.b32 lanes, lanes, 3;", **_FP16_E2M1))
+_BF16_LOW_FLOATS = tl.constexpr(_WHOLE_FLOATS.format(**BF16_E2M1, **LOW_FLOATS))
+_BF16_HIGH_FLOATS = tl.constexpr(_WHOLE_FLOATS.format(**BF16_E2M1, **HIGH_FLOATS))
+_FP16_LOW_FLOATS = tl.constexpr(_WHOLE_FLOATS.format(signs=4, shift="shl.b32 lanes, lanes, 1;", **_FP16_E2M1))
+_FP16_HIGH_FLOATS = tl.constexpr(_WHOLE_FLOATS.format(signs=0, shift="shr.b32 lanes, lanes, 3;", **_FP16_E2M1))
 _BF16_E4M3 = {"kind": "bf16x2", "power": "0x7B807B80", "places": "0x07F007F0"}  # 2 to the power of 120
 _FP16_E4M3 = {"kind": "f16x2", "power": "0x5C005C00", "places": "0x3F803F80"}  # 2 to the power of 8
-_BF16_BYTE_FLOATS = tl.constexpr(_FLOATS.format(signs=0, shift="shr.b32 lanes, lanes, 4;", **_BF16_E4M3))
-_FP16_BYTE_FLOATS = tl.constexpr(_FLOATS.format(signs=0, shift="shr.b32 lanes, lanes, 1;", **_FP16_E4M3))
+_BF16_BYTE_FLOATS = tl.constexpr(_WHOLE_FLOATS.format(signs=0, shift="shr.b32 lanes, lanes, 4;", **_BF16_E4M3))
+_FP16_BYTE_FLOATS = tl.constexpr(_WHOLE_FLOATS.format(signs=0, shift="shr.b32 lanes, lanes, 1;", **_FP16_E4M3))
 _BF16_ONES = tl.constexpr("{ mov.b32 $0, 0x3F803F80; mov.b32 $1, 0x3F803F80; }")
 _FP16_ONES = tl.constexpr("{ mov.b32 $0, 0x3C003C00; mov.b32 $1, 0x3C003C00; }")
 

@@ -1,0 +1,103 @@
+"""The kernel of Hopper for experts with scales of groups, and what prepares its inputs, against plain torch."""
+
+import pytest
+import torch
+
+from tests.worker.interpreter import DEVICE, needs_triton
+from tests.worker.test_expert_kernels import ACTIVATIONS, HALF, Case, check_half, in_groups, random
+
+pytestmark = [needs_triton, pytest.mark.usefixtures("triton_ready")]
+
+
+@pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (300, 2)])
+def test_rows_of_the_tokens_of_an_expert_are_gathered(tokens, chosen):
+    from services.worker.layers.gluon_experts import ROWS, gather
+    from services.worker.layers.triton_routing import sort_pairs
+
+    x, experts = random(tokens, 1100, dtype=HALF), torch.arange(tokens * chosen, device=DEVICE).view(tokens, -1) % 5
+    blocks = sort_pairs(experts.int(), 1, 3, ROWS)
+    rows = gather(x, blocks, experts.numel())
+    for block in range(int(blocks.used)):
+        pairs = torch.where(experts.flatten() == int(blocks.experts[block]) + 1)[0]
+        found = rows[block * ROWS : (block + 1) * ROWS]
+        assert torch.equal(found[: len(pairs)], x[pairs // chosen])
+        assert not found[len(pairs) :].any()
+
+
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_a_block_of_codes_is_lines_of_one_expert(activation):
+    """With an activation, it is eight gates, their eight factors, and so on."""
+    from services.worker.layers.gluon_experts import _slices
+
+    experts, outputs = 3, 2 * 272
+    numbers = torch.arange(experts * outputs, dtype=torch.int16, device=DEVICE).view(experts, outputs, 1)
+    described = _slices(numbers.repeat(1, 1, 32).view(torch.uint8), 32, activation)
+    lines = torch.as_strided(described.base, described.shape, described.strides)
+    line = torch.arange(128, device=DEVICE)
+    for expert in range(experts):
+        for first in (0, 128) if activation is None else (0, 64, 128):
+            begin = (expert * outputs + first) // (16 if activation is None else 8)
+            found = lines[begin : begin + described.block_shape[0]].flatten(0, 2)
+            gates = first + line // 16 * 8 + line % 8
+            expected = first + line if activation is None else gates + line // 8 % 2 * (outputs // 2)
+            assert torch.equal(found, (numbers[expert, expected]).expand(128, 32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("bits", "group", "hidden", "width", "offsets", "floats"),
+    [
+        (4, 32, 192, 64, False, False), (4, 64, 192, 576, True, False), (4, 128, 256, 1152, False, False),
+        (4, 128, 1152, 128, True, False), (8, 64, 320, 192, False, False), (8, 128, 384, 1152, False, False),
+        (4, 32, 192, 576, False, True), (4, 32, 2880, 64, False, True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("tokens", [1, 90, 700])
+@pytest.mark.parametrize("biases", [False, True])
+def test_kernel_of_hopper_gives_what_plain_torch_gives(tokens, biases, bits, group, hidden, width, offsets, floats):
+    """Blocks of experts of other ranks are left out, and results are added."""
+    from services.worker.layers.gluon_experts import supports_wide
+    from services.worker.layers.triton_experts import mix_wide
+
+    case = Case(tokens, biases=biases, hidden=hidden, width=width, dtype=torch.bfloat16, held=range(1, 5))
+    case.weights = in_groups(case.weights, bits, group, offsets, floats)
+    if not supports_wide(case.weights, case.x):
+        pytest.skip("this GPU has no tensor cores of Hopper")
+    for add in (False, True):
+        output = torch.full_like(case.x, 3.0 if add else torch.nan)
+        mix_wide(case.x, case.routes, case.weights, "silu", output=output, add=add)
+        check_half(output, case.expected() + (3 if add else 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_kernel_of_hopper_has_all_activations(activation):
+    from services.worker.layers.gluon_experts import supports_wide
+    from services.worker.layers.triton_experts import mix_wide
+
+    case = Case(200, hidden=128, width=128, dtype=torch.float16)
+    case.weights = in_groups(case.weights, 4, 128)
+    if not supports_wide(case.weights, case.x):
+        pytest.skip("this GPU has no tensor cores of Hopper")
+    output = torch.empty_like(case.x)
+    mix_wide(case.x, case.routes, case.weights, activation, output=output, add=False)
+    check_half(output, case.expected(activation))
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "offsets", "floats", "dtype", "taken"),
+    [
+        (4, 32, True, False, torch.float16, True), (8, 64, False, False, torch.bfloat16, True),
+        (8, 64, True, False, torch.bfloat16, False), (8, 32, False, False, torch.bfloat16, False),
+        (4, 32, False, True, torch.bfloat16, True), (4, 32, False, True, torch.float16, False),
+    ],
+)  # fmt: skip
+def test_what_the_kernel_of_hopper_takes(monkeypatch, bits, group, offsets, floats, dtype, taken):
+    from services.worker.layers import gluon_experts
+
+    case = Case(1, hidden=64, width=64, dtype=dtype)
+    weights = in_groups(case.weights, bits, group, offsets, floats)
+    for hopper in (False, True):
+        monkeypatch.setattr(gluon_experts, "is_hopper", lambda _, hopper=hopper: hopper)
+        assert gluon_experts.supports_wide(weights, case.x) == (taken and hopper)
+        assert not gluon_experts.supports_wide(case.weights, case.x)
