@@ -4,7 +4,8 @@
 Weights and rows are random. A token's experts are drawn without replacement, with probabilities ``1 / rank ** skew``.
 For each number of tokens, ``mode=compare`` prints the time of a mixture, whose routes are given. It measures our
 kernels and those of other libraries in the same run: torch's grouped products, and FlashInfer's if ``flashinfer=T``.
-With integers and MXFP4 there is no other library to compare with.
+With integers and MXFP4 there is no other library to compare with, but our kernel in Triton (``tiles``), which
+serves few tokens, and other GPUs than Hopper.
 ``mode=tune`` searches for the fastest tiles for ``seconds`` instead, and prints rows for ``layers/expert_tiles.py``.
 Each measurement cycles through several layers, so that the weights do not stay in the L2 cache.
 The last line is one JSON object.
@@ -77,7 +78,9 @@ def _compare(config: BenchConfig, shape: Shape, layers: list[Layer]) -> dict[str
     runs: dict[str, Run] = {
         "ours": lambda layer: kernels.mix(*layer, shape.activation),
     }
-    if not has_groups(layers[0].weights.down_scale):
+    if has_groups(layers[0].weights.down_scale):
+        runs["tiles"] = _with_tiles(shape, *_options(shape, layers[0]))
+    else:
         runs["torch"] = partial(torch_mix, shape)
     if config.flashinfer:
         runs["flashinfer"] = flashinfer_mix
@@ -96,23 +99,33 @@ def _compare(config: BenchConfig, shape: Shape, layers: list[Layer]) -> dict[str
     return figures
 
 
-def _tune(config: BenchConfig, shape: Shape, layers: list[Layer]) -> dict[str, Any]:
-    """Change one option at a time and keep faster tiles, until the time is over or no change helps."""
+def _options(shape: Shape, layer: Layer) -> tuple[ExpertTiles, bool]:
+    """Return the tiles of the table for ``layer``, and whether pairs are streamed."""
+    pairs, weights = layer.routes.experts.numel(), layer.weights
+    tiles = choose_tiles(pairs, shape.experts, weights.down.itemsize, groups=has_groups(weights.down_scale))
+    return tiles, pairs <= MOST_STREAMED_PAIRS
+
+
+def _with_tiles(shape: Shape, tiles: ExpertTiles, streamed: bool) -> Run:
+    """Return the mixture in Triton, which has options."""
     from services.worker.layers.triton_experts import mix_with_tiles
 
+    def run(layer: Layer) -> torch.Tensor:
+        output = torch.empty_like(layer.x)
+        mix_with_tiles(*layer, shape.activation, tiles, streamed=streamed, output=output, add=False)
+        return output
+
+    return run
+
+
+def _tune(config: BenchConfig, shape: Shape, layers: list[Layer]) -> dict[str, Any]:
+    """Change one option at a time and keep faster tiles, until the time is over or no change helps."""
     pairs, deadline = layers[0].routes.experts.numel(), time.monotonic() + config.seconds
-    weights = layers[0].weights
-    best = choose_tiles(pairs, shape.experts, weights.down.itemsize, groups=has_groups(weights.down_scale))
+    best, streamed = _options(shape, layers[0])
 
     def ms(tiles: ExpertTiles, streamed: bool) -> float | None:
-        def run(layer: Layer) -> torch.Tensor:
-            output = torch.empty_like(layer.x)
-            mix_with_tiles(*layer, shape.activation, tiles, streamed=streamed, output=output, add=False)
-            return output
+        return graph_ms(_with_tiles(shape, tiles, streamed), layers)
 
-        return graph_ms(run, layers)
-
-    streamed = pairs <= MOST_STREAMED_PAIRS
     before = least = ms(best, streamed) or float("inf")
     if pairs <= 8 * MOST_STREAMED_PAIRS and (other := ms(best, not streamed)) and other < least:
         streamed, least = not streamed, other

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.worker.interpreter import DEVICE, needs_triton
+from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
 from tests.worker.test_expert_kernels import ACTIVATIONS, HALF, Case, check_half, in_groups, random
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("triton_ready")]
@@ -67,6 +67,48 @@ def test_kernel_of_hopper_gives_what_plain_torch_gives(tokens, biases, bits, gro
         output = torch.full_like(case.x, 3.0 if add else torch.nan)
         mix_wide(case.x, case.routes, case.weights, "silu", output=output, add=add)
         check_half(output, case.expected() + (3 if add else 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("bits", "group", "hidden", "width", "offsets", "floats"),
+    [(4, 64, 192, 576, True, False), (8, 128, 384, 1152, False, False), (4, 32, 2880, 64, False, True)],
+)
+def test_a_program_multiplies_many_blocks(monkeypatch, bits, group, hidden, width, offsets, floats):
+    from services.worker.layers import gluon_experts
+    from services.worker.layers.triton_experts import mix_wide
+
+    monkeypatch.setattr(gluon_experts, "multiprocessors", lambda _: 3)
+    case = Case(2500, hidden=hidden, width=width, dtype=torch.bfloat16, held=range(1, 5))
+    case.weights = in_groups(case.weights, bits, group, offsets, floats)
+    if not gluon_experts.supports_wide(case.weights, case.x):
+        pytest.skip("this GPU has no tensor cores of Hopper")
+    output = torch.full_like(case.x, torch.nan)
+    mix_wide(case.x, case.routes, case.weights, "silu", output=output, add=False)
+    check_half(output, case.expected())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+def test_a_captured_mixture_takes_any_routing(monkeypatch):
+    """Also one in which no token chooses an expert of this rank."""
+    from services.worker.layers import gluon_experts, triton_experts
+
+    case = Case(700, hidden=128, width=256, dtype=torch.bfloat16, held=range(1, 5))
+    case.weights = in_groups(case.weights, 4, 64)
+    if not gluon_experts.supports_wide(case.weights, case.x):
+        pytest.skip("this GPU has no tensor cores of Hopper")
+    calls, mix_wide = [], triton_experts.mix_wide
+    monkeypatch.setattr(triton_experts, "mix_wide", lambda *parts, **more: calls.append(1) or mix_wide(*parts, **more))
+    case.mixed()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = case.mixed()
+    assert len(calls) == 2
+    for pair in ((3, 1), (0, 5), (2, 4)):
+        case.routes.experts.copy_(torch.tensor([pair]).expand(700, 2))
+        graph.replay()
+        check_half(found, case.expected())
 
 
 @pytest.mark.gpu

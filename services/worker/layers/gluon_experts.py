@@ -195,6 +195,7 @@ def _takes(codes: torch.Tensor, scales: torch.Tensor | None, inputs: int, dtype:
         return False
     weights = grouped_weights(codes[0], scales[0], inputs)
     fine = dtype == torch.bfloat16 if weights.floats else weights.bits == 4 or weights.offsets is None
+    fine &= dtype.itemsize == 2
     return fine and weights.tile in _SLOTS and weights.shape[0] % 16 == 0
 
 

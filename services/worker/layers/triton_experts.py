@@ -3,8 +3,10 @@
 Pairs of a token with one of its experts are sorted by expert, so that a program multiplies rows by the weights of one
 expert. A row's result does not depend on the other rows of its program.
 
-The buffers have a row per pair, for any routing, so the memory of a step depends on its number of tokens alone. The
-boot runs the largest step. It shows that the memory suffices, also if all tokens choose the same expert.
+Many tokens and weights with scales of groups run the kernel of ``gluon_experts`` on Hopper.
+
+The buffers have a row per pair, or blocks for any routing, so the memory of a step depends on its number of tokens
+alone. The boot runs the largest step. It shows that the memory suffices, also if all tokens choose the same expert.
 """
 
 from typing import Any, NamedTuple
@@ -261,11 +263,10 @@ def mix_wide(
     """Do what ``mix_with_tiles`` does with the kernel of ``gluon_experts``, if ``supports_wide``."""
     pairs, count = routes.experts.numel(), len(weights.gate_up)
     blocks = sort_pairs(routes.experts, weights.first, count, WIDE_ROWS)
+    gate_up = weights.gate_up, weights.gate_up_scale, weights.gate_up_bias
     inner = x.new_empty(len(blocks.pairs), weights.gate_up.shape[1] // 2)
+    multiply_wide(gather(x, blocks, pairs), *gate_up, blocks, pairs, inner, activation)
     rows = x.new_empty(pairs, weights.down.shape[1])
-    gathered = gather(x, blocks, pairs)
-    matrix = weights.gate_up, weights.gate_up_scale, weights.gate_up_bias
-    multiply_wide(gathered, *matrix, blocks, pairs, inner, activation)
     multiply_wide(inner, weights.down, weights.down_scale, weights.down_bias, blocks, pairs, rows, None)
     _add_up(rows, routes, weights.first, count, output, add)
 
