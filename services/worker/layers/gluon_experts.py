@@ -24,6 +24,7 @@ from services.worker.layers.gluon_grouped import (
     WARPS,
     Sizes,
     allocate_rings,
+    describe,
     fill,
     sum_tiles,
 )
@@ -224,8 +225,8 @@ def multiply_wide(
     )  # fmt: skip
     results = LINES if activation is None else LINES // 2
     experts_wide[(multiprocessors(x.device),)](
-        _describe(x, (ROWS, weights.tile // 2)), _slices(codes, weights.tile * weights.bits // 16, activation),
-        scales, x if biases is None else biases, _describe(output, (ROWS, results)), output, *blocks, pairs, C=sizes,
+        describe(x, (ROWS, weights.tile // 2)), _slices(codes, weights.tile * weights.bits // 16, activation),
+        scales, x if biases is None else biases, describe(output, (ROWS, results)), output, *blocks, pairs, C=sizes,
         num_warps=WARPS,
     )  # fmt: skip
 
@@ -252,9 +253,3 @@ def _slices(codes: torch.Tensor, width: int, activation: Activation | None) -> T
     shape, strides = [slices, 2, 8, columns], [first * columns, second * columns, columns, 1]
     layout = NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=4)
     return TensorDescriptor(lines, shape, strides, [LINES // 16, 2, 8, width], layout)
-
-
-def _describe(matrix: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """Return a descriptor of ``matrix``, of 16-bit elements, for copies of ``block`` to or from memory."""
-    layout = NVMMASharedLayout(swizzle_byte_width=min(128, 2 * block[1]), element_bitwidth=16)
-    return TensorDescriptor.from_tensor(matrix, list(block), layout)

@@ -10,8 +10,10 @@ If the last blocks are enough for at most half of the programs, several programs
 with the last part of them adds the sums of the others.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from services.worker.layers.gluon_unpack import doubled, weights_of_pairs
 
@@ -50,6 +53,13 @@ class Sizes(NamedTuple):
     code_slots: int  # of the ring of codes
     floats: bool = False  # weights are in MXFP4
     activation: str | None = None  # of experts whose outputs are gates, and then as many factors of the gates
+
+
+def describe(matrix: torch.Tensor, block: Sequence[int]) -> TensorDescriptor:
+    """Return a descriptor of ``matrix``, of elements of 8 or 16 bits, for copies of ``block`` to or from memory."""
+    size = matrix.element_size()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, size * block[1]), element_bitwidth=8 * size)
+    return TensorDescriptor.from_tensor(matrix, list(block), layout)
 
 
 @gluon.jit(do_not_specialize=["rows", "shared", "parts"])

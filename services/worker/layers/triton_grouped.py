@@ -10,11 +10,9 @@ from typing import NamedTuple
 
 import torch
 import triton
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from services.worker.layers.cuda_devices import fitting_stages, is_hopper, multiprocessors
-from services.worker.layers.gluon_grouped import LINES, WARPS, Sizes, grouped_wide
+from services.worker.layers.gluon_grouped import LINES, WARPS, Sizes, describe, grouped_wide
 from services.worker.layers.grouped import GroupedWeights
 from services.worker.layers.operators import operator
 from services.worker.layers.triton_grouped_kernel import grouped_rows
@@ -258,9 +256,9 @@ def launch_wide(
     sums = torch.empty((shared * parts, LINES, options.rows), dtype=torch.float32, device=x.device)
     codes = weights.codes.view(torch.int16)
     grouped_wide[(min(blocks - shared + shared * parts, multiprocessors(x.device)),)](
-        _describe(x, options.rows, tile // 2), _describe(codes, LINES, tile * weights.bits // 16),
+        describe(x, (options.rows, tile // 2)), describe(codes, (LINES, tile * weights.bits // 16)),
         weights.scales, weights.scales if weights.offsets is None else weights.offsets,
-        x if weights.bias is None else weights.bias, _describe(out, options.rows, LINES), sums, _flags(x.device),
+        x if weights.bias is None else weights.bias, describe(out, (options.rows, LINES)), sums, _flags(x.device),
         rows, shared, parts, C=sizes, num_warps=WARPS,
     )  # fmt: skip
 
@@ -281,12 +279,6 @@ def _flags(device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the first product of a device cannot be captured in a graph; run one before")
     return torch.zeros(multiprocessors(device), dtype=torch.int32, device=device)
-
-
-def _describe(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Return a descriptor of ``matrix``, of 16-bit elements, for copies of ``[rows, columns]`` to or from memory."""
-    layout = NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16)
-    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
 
 
 def multiply_slices(x: torch.Tensor, weights: GroupedWeights, out: torch.Tensor) -> None:
