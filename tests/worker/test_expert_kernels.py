@@ -108,17 +108,26 @@ def test_a_mixture_with_blocks_of_every_size():
 
 
 @pytest.mark.parametrize(("experts", "chosen"), [(128, 8), (8, 2), (4, 4), (1, 1)])
-@pytest.mark.parametrize("item", [1, 2, 4])
-def test_other_kernels_run_exactly_where_the_boot_expects_them(experts, chosen, item):
-    from services.worker.layers.expert_tiles import FEW_PAIRS, MANY_PAIRS, MOST_STREAMED_PAIRS, changes, choose_tiles
+@pytest.mark.parametrize(("item", "groups"), [(1, False), (1, True), (2, False), (4, False)])
+def test_other_kernels_run_exactly_where_the_boot_expects_them(experts, chosen, item, groups):
+    """With scales of groups, those of tiles and those of Hopper."""
+    from services.worker.layers.expert_tiles import (
+        FEW_PAIRS,
+        MANY_PAIRS,
+        MOST_STREAMED_PAIRS,
+        changes,
+        choose_tiles,
+        choose_wide_rows,
+    )
 
     def kernels(tokens: int) -> tuple:
         pairs = tokens * chosen
         limits = MOST_STREAMED_PAIRS, FEW_PAIRS, MANY_PAIRS
-        return choose_tiles(pairs, experts, item), *(pairs <= limit for limit in limits)
+        rows = choose_wide_rows(pairs, experts) if groups else None
+        return rows, choose_tiles(pairs, experts, item, groups=groups), *(pairs <= limit for limit in limits)
 
     found = [tokens for tokens in range(2, 3000) if kernels(tokens) != kernels(tokens - 1)]
-    assert found == [tokens for tokens in changes(experts, chosen, item) if 1 < tokens < 3000]
+    assert found == [tokens for tokens in changes(experts, chosen, item, groups=groups) if 1 < tokens < 3000]
 
 
 @pytest.mark.parametrize("tokens", [3, 100])

@@ -9,19 +9,23 @@ from tests.worker.test_expert_kernels import ACTIVATIONS, HALF, Case, check_half
 pytestmark = [needs_triton, pytest.mark.usefixtures("triton_ready")]
 
 
-@pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (300, 2)])
-def test_rows_of_the_tokens_of_an_expert_are_gathered(tokens, chosen):
-    from services.worker.layers.gluon_experts import ROWS, gather
+@pytest.mark.parametrize(("tokens", "chosen", "rows"), [(1, 1, 128), (300, 2, 64)])
+def test_rows_of_the_tokens_of_an_expert_are_gathered(tokens, chosen, rows):
+    from services.worker.layers.gluon_experts import gather
     from services.worker.layers.triton_routing import sort_pairs
 
     x, experts = random(tokens, 1100, dtype=HALF), torch.arange(tokens * chosen, device=DEVICE).view(tokens, -1) % 5
-    blocks = sort_pairs(experts.int(), 1, 3, ROWS)
-    rows = gather(x, blocks, experts.numel())
-    for block in range(int(blocks.used)):
-        pairs = torch.where(experts.flatten() == int(blocks.experts[block]) + 1)[0]
-        found = rows[block * ROWS : (block + 1) * ROWS]
-        assert torch.equal(found[: len(pairs)], x[pairs // chosen])
-        assert not found[len(pairs) :].any()
+    blocks = sort_pairs(experts.int(), 1, 3, rows)
+    gathered = gather(x, blocks, experts.numel())
+    block = 0
+    for expert in range(1, 4):
+        pairs = torch.where(experts.flatten() == expert)[0]
+        for some in pairs.split(rows) if len(pairs) else ():
+            found = gathered[block * rows : (block + 1) * rows]
+            assert torch.equal(found[: len(some)], x[some // chosen])
+            assert not found[len(some) :].any()
+            block += 1
+    assert block == int(blocks.used)
 
 
 @pytest.mark.parametrize("activation", ["silu", None])
@@ -52,9 +56,11 @@ def test_a_block_of_codes_is_lines_of_one_expert(activation):
         (4, 32, 192, 576, False, True), (4, 32, 2880, 64, False, True),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("tokens", [1, 90, 700])
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 64), (90, 64), (90, 128), (700, 128), (700, 256)])
 @pytest.mark.parametrize("biases", [False, True])
-def test_kernel_of_hopper_gives_what_plain_torch_gives(tokens, biases, bits, group, hidden, width, offsets, floats):
+def test_kernel_of_hopper_gives_what_plain_torch_gives(
+    tokens, rows, biases, bits, group, hidden, width, offsets, floats
+):
     """Blocks of experts of other ranks are left out, and results are added."""
     from services.worker.layers.gluon_experts import supports_wide
     from services.worker.layers.triton_experts import mix_wide
@@ -65,7 +71,7 @@ def test_kernel_of_hopper_gives_what_plain_torch_gives(tokens, biases, bits, gro
         pytest.skip("this GPU has no tensor cores of Hopper")
     for add in (False, True):
         output = torch.full_like(case.x, 3.0 if add else torch.nan)
-        mix_wide(case.x, case.routes, case.weights, "silu", output=output, add=add)
+        mix_wide(case.x, case.routes, case.weights, "silu", rows=rows, output=output, add=add)
         check_half(output, case.expected() + (3 if add else 0))
 
 
@@ -74,7 +80,8 @@ def test_kernel_of_hopper_gives_what_plain_torch_gives(tokens, biases, bits, gro
     ("bits", "group", "hidden", "width", "offsets", "floats"),
     [(4, 64, 192, 576, True, False), (8, 128, 384, 1152, False, False), (4, 32, 2880, 64, False, True)],
 )
-def test_a_program_multiplies_many_blocks(monkeypatch, bits, group, hidden, width, offsets, floats):
+@pytest.mark.parametrize("rows", [64, 128, 256])
+def test_a_program_multiplies_many_blocks(monkeypatch, rows, bits, group, hidden, width, offsets, floats):
     from services.worker.layers import gluon_experts
     from services.worker.layers.triton_experts import mix_wide
 
@@ -84,7 +91,7 @@ def test_a_program_multiplies_many_blocks(monkeypatch, bits, group, hidden, widt
     if not gluon_experts.supports_wide(case.weights, case.x):
         pytest.skip("this GPU has no tensor cores of Hopper")
     output = torch.full_like(case.x, torch.nan)
-    mix_wide(case.x, case.routes, case.weights, "silu", output=output, add=False)
+    mix_wide(case.x, case.routes, case.weights, "silu", rows=rows, output=output, add=False)
     check_half(output, case.expected())
 
 
@@ -122,7 +129,7 @@ def test_kernel_of_hopper_has_all_activations(activation):
     if not supports_wide(case.weights, case.x):
         pytest.skip("this GPU has no tensor cores of Hopper")
     output = torch.empty_like(case.x)
-    mix_wide(case.x, case.routes, case.weights, activation, output=output, add=False)
+    mix_wide(case.x, case.routes, case.weights, activation, rows=128, output=output, add=False)
     check_half(output, case.expected(activation))
 
 

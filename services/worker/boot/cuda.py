@@ -26,6 +26,7 @@ from services.worker.described.ranks import ALONE
 from services.worker.described.refusals import refuse_fp8_cache, refuse_unsupported_cuda_sizes
 from services.worker.layers.block_fp8 import BlockFp8Linear
 from services.worker.layers.expert_tiles import changes
+from services.worker.layers.experts import has_groups
 from services.worker.layers.grouped import GroupedLinear, GroupedWeights
 from services.worker.layers.triton_block_fp8 import row_changes
 from services.worker.layers.triton_grouped import row_changes as grouped_row_changes
@@ -292,10 +293,15 @@ def rehearse(runner: CudaRunner, parts: RunnerParts, exchanges: Exchanges, progr
 
 def _changes_of_experts(model: RankModel) -> set[int]:
     """Return the numbers of tokens from which on experts run other kernels."""
-    items = {module.gate_up.itemsize for module in model.modules() if isinstance(module, Experts)}
-    items = items or {model.dtype.itemsize}  # transformers computes the model
-    mixtures = model.local.experts
-    return {tokens for each in mixtures for item in items for tokens in changes(len(each.local), each.chosen, item)}
+    modules = (module for module in model.modules() if isinstance(module, Experts))
+    forms = {(module.gate_up.itemsize, has_groups(module.gate_up_scale)) for module in modules}
+    forms = forms or {(model.dtype.itemsize, False)}  # transformers computes the model
+    return {
+        tokens
+        for each in model.local.experts
+        for item, groups in forms
+        for tokens in changes(len(each.local), each.chosen, item, groups=groups)
+    }
 
 
 def _changes_of_products(model: RankModel) -> set[int]:

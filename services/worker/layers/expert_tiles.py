@@ -67,6 +67,14 @@ _IN_BLOCKS = {
 # The same with scales of groups. The first are the fastest of 18 for the shapes of Qwen3-30B-A3B and gpt-oss-20b.
 _IN_GROUPS = _IN_BLOCKS | {8: ExpertTiles(16, 1, Tile(32, 128, 2, 3), Tile(32, 128, 2, 3))}
 
+# Rows of a block of ``gluon_experts``, likewise, or None where tiles are faster. Measured for both shapes, too.
+_WIDE_ROWS = {16: None, 48: 64, 160: 128, _MOST: 256}
+
+
+def choose_wide_rows(pairs: int, experts: int) -> int | None:
+    """Return the rows of a block of ``gluon_experts`` for ``pairs`` of ``experts``, or None where tiles are faster."""
+    return next(rows for most, rows in _WIDE_ROWS.items() if pairs <= most * experts)
+
 
 def choose_tiles(pairs: int, experts: int, item: int, *, blocks: bool = False, groups: bool = False) -> ExpertTiles:
     """Return the options for ``pairs`` of ``experts``, with weights of ``item`` bytes.
@@ -77,10 +85,11 @@ def choose_tiles(pairs: int, experts: int, item: int, *, blocks: bool = False, g
     return next(tiles for most, tiles in table.items() if pairs <= most * experts)
 
 
-def changes(experts: int, chosen: int, item: int) -> list[int]:
+def changes(experts: int, chosen: int, item: int, *, groups: bool = False) -> list[int]:
     """Return the numbers of tokens from which on other kernels run, ascending.
 
     The boot runs steps on both sides of each, so that no kernel is compiled while requests are served.
     """
-    limits = {MOST_STREAMED_PAIRS, FEW_PAIRS, MANY_PAIRS, *(most * experts for most in _TABLES[item] if most < _MOST)}
+    means = {*_TABLES[item], *(_WIDE_ROWS if groups else ())} - {_MOST}
+    limits = {MOST_STREAMED_PAIRS, FEW_PAIRS, MANY_PAIRS, *(mean * experts for mean in means)}
     return sorted({most // chosen + 1 for most in limits})

@@ -31,8 +31,10 @@ from services.worker.layers.gluon_grouped import (
 from services.worker.layers.triton_activations import gated
 from services.worker.layers.triton_routing import Blocks
 
-ROWS = 128  # of a block
-_SLOTS = {64: (10, 8), 128: (6, 4)}  # of the rings of rows and of codes, by the inputs of a tile
+# Slots of the rings of rows and of codes, by the rows of a block and the inputs of a tile.
+_SLOTS = {
+    (64, 64): (10, 8), (64, 128): (8, 5), (128, 64): (10, 8), (128, 128): (6, 4), (256, 64): (6, 4), (256, 128): (4, 2),
+}  # fmt: skip
 _SLICE = gl.constexpr(8)  # lines of a block that are neighbours
 _COPIED = 1024  # elements of a row that are copied at once
 
@@ -197,7 +199,7 @@ def _takes(codes: torch.Tensor, scales: torch.Tensor | None, inputs: int, dtype:
     weights = grouped_weights(codes[0], scales[0], inputs)
     fine = dtype == torch.bfloat16 if weights.floats else weights.bits == 4 or weights.offsets is None
     fine &= dtype.itemsize == 2
-    return fine and weights.tile in _SLOTS and weights.shape[0] % 16 == 0
+    return fine and weights.tile in {64, 128} and weights.shape[0] % 16 == 0
 
 
 def multiply_wide(
@@ -212,8 +214,8 @@ def multiply_wide(
 ) -> None:
     """Write the products of all blocks of rows to ``output``.
 
-    ``codes`` and ``scales`` are those of ``ExpertWeights``, and ``blocks`` have ``ROWS`` rows. ``x [rows of blocks,
-    inputs]``. With an activation, ``output`` is ``[rows of blocks, width]``, and otherwise ``[pairs, outputs]``.
+    ``codes`` and ``scales`` are those of ``ExpertWeights``, and ``x [rows of blocks, inputs]`` are the rows of
+    ``blocks``. With an activation, ``output`` is ``[rows of blocks, width]``, and otherwise ``[pairs, outputs]``.
     """
     if not has_groups(scales):
         raise TypeError("the weights have no scales of groups; use mix_with_tiles")
@@ -221,22 +223,22 @@ def multiply_wide(
     weights = grouped_weights(codes[0], scales[0], inputs)
     sizes = Sizes(
         inputs, outputs, weights.bits, weights.group, weights.tile, weights.offsets is not None, biases is not None,
-        ROWS, LINES, *_SLOTS[weights.tile], weights.floats, activation,
+        blocks.rows, LINES, *_SLOTS[blocks.rows, weights.tile], weights.floats, activation,
     )  # fmt: skip
     results = LINES if activation is None else LINES // 2
     experts_wide[(multiprocessors(x.device),)](
-        describe(x, (ROWS, weights.tile // 2)), _slices(codes, weights.tile * weights.bits // 16, activation),
-        scales, x if biases is None else biases, describe(output, (ROWS, results)), output, *blocks, pairs, C=sizes,
-        num_warps=WARPS,
+        describe(x, (blocks.rows, weights.tile // 2)), _slices(codes, weights.tile * weights.bits // 16, activation),
+        scales, x if biases is None else biases, describe(output, (blocks.rows, results)), output, *blocks, pairs,
+        C=sizes, num_warps=WARPS,
     )  # fmt: skip
 
 
 def gather(x: torch.Tensor, blocks: Blocks, pairs: int) -> torch.Tensor:
-    """Return the row of ``x [tokens, inputs]`` of each pair in ``blocks``, which have ``ROWS`` rows."""
+    """Return the row of ``x [tokens, inputs]`` of each pair in ``blocks``, and zeros for rows without a pair."""
     rows = x.new_empty((len(blocks.pairs), x.shape[1]))
     _gather[(len(rows),)](
-        x, rows, blocks.pairs, blocks.used, pairs, CHOSEN=pairs // len(x), SIZE=x.shape[1], ROWS=ROWS, BLOCK=_COPIED,
-        num_warps=4,
+        x, rows, blocks.pairs, blocks.used, pairs, CHOSEN=pairs // len(x), SIZE=x.shape[1], ROWS=blocks.rows,
+        BLOCK=_COPIED, num_warps=4,
     )  # fmt: skip
     return rows
 

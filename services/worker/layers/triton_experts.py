@@ -18,9 +18,8 @@ import triton.language as tl
 from services.worker.described.layer import Activation
 from services.worker.layers.block_fp8 import BLOCK
 from services.worker.layers.cuda_devices import fitting_stages, takes_ptx
-from services.worker.layers.expert_tiles import MOST_STREAMED_PAIRS, ExpertTiles, Tile, choose_tiles
+from services.worker.layers.expert_tiles import MOST_STREAMED_PAIRS, ExpertTiles, Tile, choose_tiles, choose_wide_rows
 from services.worker.layers.experts import ExpertWeights, Routes, grouped_weights, has_blocks, has_groups
-from services.worker.layers.gluon_experts import ROWS as WIDE_ROWS
 from services.worker.layers.gluon_experts import gather, multiply_wide, supports_wide
 from services.worker.layers.operators import operator
 from services.worker.layers.triton_activations import gated
@@ -242,12 +241,13 @@ def _mix(
     activation: Activation,
 ) -> None:
     pairs, groups = experts.numel(), has_groups(gate_up_scale)
-    tiles = choose_tiles(pairs, len(gate_up), gate_up.itemsize, blocks=has_blocks(gate_up_scale), groups=groups)
     parts = ExpertWeights(gate_up, down, gate_up_bias, down_bias, first, gate_up_scale, down_scale)
     inputs: dict[str, Any] = {"x": x, "routes": Routes(experts, weights), "weights": parts, "activation": activation}
-    if tiles.rows == WIDE_ROWS and supports_wide(parts, x):
-        mix_wide(**inputs, output=output, add=add)
+    rows = choose_wide_rows(pairs, len(gate_up)) if groups else None
+    if rows is not None and supports_wide(parts, x):
+        mix_wide(**inputs, rows=rows, output=output, add=add)
     else:
+        tiles = choose_tiles(pairs, len(gate_up), gate_up.itemsize, blocks=has_blocks(gate_up_scale), groups=groups)
         mix_with_tiles(**inputs, tiles=tiles, streamed=pairs <= MOST_STREAMED_PAIRS, output=output, add=add)
 
 
@@ -257,18 +257,22 @@ def mix_wide(
     weights: ExpertWeights,
     activation: Activation,
     *,
+    rows: int,
     output: torch.Tensor,
     add: bool,
 ) -> None:
-    """Do what ``mix_with_tiles`` does with the kernel of ``gluon_experts``, if ``supports_wide``."""
+    """Do what ``mix_with_tiles`` does with the kernel of ``gluon_experts``, if ``supports_wide``.
+
+    ``rows`` of a block: 64, 128 or 256.
+    """
     pairs, count = routes.experts.numel(), len(weights.gate_up)
-    blocks = sort_pairs(routes.experts, weights.first, count, WIDE_ROWS)
+    blocks = sort_pairs(routes.experts, weights.first, count, rows)
     gate_up = weights.gate_up, weights.gate_up_scale, weights.gate_up_bias
     inner = x.new_empty(len(blocks.pairs), weights.gate_up.shape[1] // 2)
     multiply_wide(gather(x, blocks, pairs), *gate_up, blocks, pairs, inner, activation)
-    rows = x.new_empty(pairs, weights.down.shape[1])
-    multiply_wide(inner, weights.down, weights.down_scale, weights.down_bias, blocks, pairs, rows, None)
-    _add_up(rows, routes, weights.first, count, output, add)
+    products = x.new_empty(pairs, weights.down.shape[1])
+    multiply_wide(inner, weights.down, weights.down_scale, weights.down_bias, blocks, pairs, products, None)
+    _add_up(products, routes, weights.first, count, output, add)
 
 
 def mix_with_tiles(

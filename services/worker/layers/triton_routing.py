@@ -27,6 +27,11 @@ class Blocks(NamedTuple):
     experts: torch.Tensor  # [most blocks] int32, the expert of each block, counted from the rank's first
     used: torch.Tensor  # [1] int32, the number of blocks that hold pairs
 
+    @property
+    def rows(self) -> int:
+        """Number of rows of a block."""
+        return len(self.pairs) // len(self.experts)
+
 
 @triton.jit
 def _keys(values, numbers, inside):
