@@ -74,12 +74,13 @@ def product(
     x_pointers = x + members[None, None, :] * INPUTS + offsets[:, :, None]
     inside_rows = (members < rows)[None, None, :]
     if SCALED > 1:
-        # Loaded one iteration early, because the compiler does not pipeline loads for the result of a product.
         COLUMNS: tl.constexpr = (INPUTS + SCALED - 1) // SCALED
         tl.static_assert(SCALED % PART == 0, "a part of the inputs has one scale")
-        scale_pointers = weight_scale + (source // SCALED * COLUMNS)[None, :]
+        tl.static_assert(SCALED % BLOCK_OUT == 0, "the rows of a program are in one block of the weight")
+        # With ``GATED``, there are two of them. The other rows of a tile have the same scale.
+        scale_rows = source[None, :] if GATED else program * RESULTS
+        scale_pointers = weight_scale + scale_rows // SCALED * COLUMNS
         part_inputs = (tl.arange(0, PARTS) * PART)[:, None]
-        block_scales = load_float_in_place(scale_pointers + tl.minimum(part_inputs // SCALED, COLUMNS - 1), OVERLAP)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -89,6 +90,8 @@ def product(
         known_squares = load_squares(squares_before, members, rows, PREPARED)
 
     parts = tl.zeros((PARTS, BLOCK_OUT, ROWS), tl.float32)
+    if SCALED > 1:  # the product of the iteration before, and its scales
+        last_product, block_scales = parts, load_float_in_place(scale_pointers + tl.zeros_like(part_inputs), OVERLAP)
     squares = tl.zeros((PARTS, PART, ROWS), tl.float32)
     for start in tl.range(0, INPUTS, BLOCK_IN, num_stages=STAGES):
         inside = start + offsets < INPUTS
@@ -106,12 +109,15 @@ def product(
         if SCALED > 0:
             tile = byte_floats(tile, values.dtype, ASM)
         if SCALED > 1:
-            following = tl.minimum((start + BLOCK_IN + part_inputs) // SCALED, COLUMNS - 1)
-            next_scales = load_float_in_place(scale_pointers + following, OVERLAP)
-            parts += tl.dot(tile, values) * block_scales[:, :, None]
-            block_scales = next_scales
+            # A product is scaled in the next iteration, so that the program does not wait for its end here.
+            parts += last_product * block_scales[:, :, None]
+            last_product = tl.dot(tile, values)
+            columns_of_parts = tl.minimum((start + part_inputs) // SCALED, COLUMNS - 1)
+            block_scales = load_float_in_place(scale_pointers + columns_of_parts, OVERLAP)
         else:
             parts = tl.dot(tile, values, parts)
+    if SCALED > 1:
+        parts += last_product * block_scales[:, :, None]
     total = tl.sum(parts, axis=0)
     if SCALED == 1:
         total *= weight_scales[:, None]

@@ -4,11 +4,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from services.worker.layers.triton_overlap import load_float_in_place
+
 
 @triton.jit
-def _times_scales(values, scales, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
-    """Multiply each of ``GROUPS`` equal parts of ``values [WIDTH]`` by its scale."""
-    return tl.reshape(tl.reshape(values, (GROUPS, WIDTH // GROUPS)) * scales[:, None], (WIDTH,))
+def _sum(tile, values, scales, SCALED: tl.constexpr):
+    """Return the sums of the rows of ``tile``, multiplied by ``values`` and, with ``SCALED`` > 1, by scales of blocks.
+
+    ``scales [1, groups]`` are those of equal parts of a row.
+    """
+    products = tile.to(tl.float32) * values[None, :]
+    if SCALED > 1:
+        groups: tl.constexpr = scales.shape[1]
+        parts = tl.reshape(products, (tile.shape[0], groups, tile.shape[1] // groups))
+        return tl.sum(tl.sum(parts, axis=2) * scales, axis=1)
+    return tl.sum(products, axis=1)
 
 
 @triton.jit
@@ -58,15 +68,15 @@ def stream(
         # The tile of the second half has the same layout, so each thread holds the same inputs of both tiles.
         second = tl.load(weight_pointers + SIZE * INPUTS, inside_tile, other=FILL, eviction_policy="evict_first")
     if SCALED > 1:
-        groups = tl.arange(0, GROUPS)
+        # Inputs outside of the last column of blocks are 0.
+        groups = tl.minimum(tl.arange(0, GROUPS), COLUMNS - 1)[None, :]
         block_scales = weight_scale + program * RESULTS // SCALED * COLUMNS + groups
-        weight_scales = tl.load(block_scales, groups < COLUMNS, other=0.0)
+        weight_scales = load_float_in_place(block_scales, OVERLAP)
         if GATED:
-            second_scales = tl.load(block_scales + SIZE // SCALED * COLUMNS, groups < COLUMNS, other=0.0)
-    if SCALED == 1:
-        weight_scales = tl.load(weight_scale + source)
-        if GATED:
-            second_scales = tl.load(weight_scale + SIZE + source)
+            second_scales = load_float_in_place(block_scales + SIZE // SCALED * COLUMNS, OVERLAP)
+    else:
+        weight_scales = tl.load(weight_scale + source) if SCALED == 1 else None
+        second_scales = tl.load(weight_scale + SIZE + source) if SCALED == 1 and GATED else None
     if NORM:
         scale = tl.load(norm + inputs, inside, other=FILL).to(tl.float32)
     if BIAS:
@@ -84,15 +94,9 @@ def stream(
         if NORM:
             length = tl.rsqrt(tl.sum(values * values, axis=0) / INPUTS + eps)
             values *= scale
-        if SCALED > 1:
-            # All results of the program are in the same row of blocks, so the inputs are scaled, not the weights.
-            unscaled = values
-            values = _times_scales(unscaled, weight_scales, WIDTH, GROUPS)
-        total = tl.sum(tile.to(tl.float32) * values[None, :], axis=1)
+        total = _sum(tile, values, weight_scales, SCALED)
         if GATED:
-            if SCALED > 1:
-                values = _times_scales(unscaled, second_scales, WIDTH, GROUPS)
-            up = tl.sum(second.to(tl.float32) * values[None, :], axis=1)
+            up = _sum(second, values, second_scales, SCALED)
         if SCALED == 1:
             total *= weight_scales
             if GATED:
