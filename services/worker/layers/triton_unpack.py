@@ -53,8 +53,8 @@ FLOATS = (
 )
 _WHOLE_FLOATS = FLOATS + " }}"
 BF16_E2M1 = {"kind": "bf16x2", "power": "0x7E807E80", "places": "0x01C001C0"}  # 2 to the power of 126
-LOW_FLOATS = {"signs": 4, "shift": "shr.b32 lanes, lanes, 2;"}  # in bfloat16
-HIGH_FLOATS = {"signs": 0, "shift": "shr.b32 lanes, lanes, 6;"}
+LOW_FLOATS = {"signs": "4", "shift": "shr.b32 lanes, lanes, 2;"}  # in bfloat16
+HIGH_FLOATS = {"signs": "0", "shift": "shr.b32 lanes, lanes, 6;"}
 _FP16_E2M1 = {"kind": "f16x2", "power": "0x74007400", "places": "0x0E000E00"}  # 2 to the power of 14
 _BF16_LOW_FLOATS = tl.constexpr(_WHOLE_FLOATS.format(**BF16_E2M1, **LOW_FLOATS))
 _BF16_HIGH_FLOATS = tl.constexpr(_WHOLE_FLOATS.format(**BF16_E2M1, **HIGH_FLOATS))
