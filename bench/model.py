@@ -56,7 +56,7 @@ _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB_SIZE, "rope_theta": 500000.0,
     "rms_norm_eps": 1e-5, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
-# The values of the published config.json of Llama 3.2 1B, Llama 3.1 8B and 70B, Qwen3-30B-A3B and gpt-oss-20b.
+# The values of the published config.json of Llama 3.2 1B, Llama 3.1 8B and 70B, Qwen3-4B and 30B-A3B, and gpt-oss-20b.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-1b": _LLAMA | {
         "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -71,6 +71,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
         "head_dim": 128, "intermediate_size": 28672, "tie_word_embeddings": False,
         "rope_scaling": _LLAMA3_ROPE | {"factor": 8.0},
+    },
+    "qwen3-4b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2560,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "intermediate_size": 9728, "tie_word_embeddings": True, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+        "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "max_position_embeddings": 40960,
     },
     "qwen3-30b-a3b": {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936,
@@ -112,7 +118,7 @@ class ModelConfig(Config):
     """The flags."""
 
     directory: str = Field(min_length=1, description="directory to write")
-    shape: Literal["llama-1b", "llama-8b", "llama-70b", "qwen3-30b-a3b", "gpt-oss-20b", "tiny"] = "llama-1b"
+    shape: Literal["llama-1b", "llama-8b", "llama-70b", "qwen3-4b", "qwen3-30b-a3b", "gpt-oss-20b", "tiny"] = "llama-1b"
     eos_tokens: Int | None = Field(
         None, ge=1, le=VOCAB_SIZE // 2, description="tokens that end an answer; default: 1 in 150"
     )
