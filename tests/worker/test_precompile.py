@@ -92,6 +92,7 @@ def test_the_kernels_of_experts_are_among_them(checkpoint, tmp_path, flags):
     model = checkpoint("qwen3_moe", moe_intermediate_size=64)
     kernels = set(rehearse(job(model, **flags), tmp_path)["kernels"])
     assert {"_route", "_place", "_products", "_sum"} <= kernels
+    assert ({"experts_wide", "_gather"} <= kernels) == (flags.get("quantization") == "int4")
 
 
 @needs_triton

@@ -1,8 +1,8 @@
 """Kernel of ``triton_experts`` for many tokens and weights of 4 or 8 bits, on tensor cores of Hopper.
 
 The rows of the tokens of an expert are copied next to each other first, in blocks. Then programs multiply blocks of
-rows by outputs as in ``gluon_grouped``. A block of the first product has as many gates as factors of gates. Its lines
-are eight gates, their eight factors, and so on, so that a thread has the sums of both.
+rows by outputs as in ``gluon_grouped``. In a block of the first product, the lines are eight gates, the
+eight factors of these gates, and so on, so that a thread has the sums of both.
 """
 
 import torch
@@ -45,7 +45,7 @@ def experts_wide(x, codes, scales, biases, results, output, sorted_pairs, block_
     """Multiply rows of tokens by outputs of their experts, in blocks. Grid: ``(programs,)``.
 
     ``x [blocks * rows, inputs]`` and ``results [blocks * rows, width]`` are descriptors of tensors, and ``codes
-    [slices, 2, 8, pairs]`` one of int16 in which a block is the lines of ``_slices``. With an activation, gated sums
+    [slices, 2, 8, codes]`` one of int16 in which a block is the lines of ``_slices``. With an activation, gated sums
     are written to ``results``. Otherwise sums are written to ``output [pairs, outputs]``, at the pair of their row. The
     other tensors are those of ``ExpertWeights`` and of ``Blocks``, and ``C`` are ``Sizes``.
     """
@@ -244,7 +244,7 @@ def gather(x: torch.Tensor, blocks: Blocks, pairs: int) -> torch.Tensor:
 
 
 def _slices(codes: torch.Tensor, width: int, activation: Activation | None) -> TensorDescriptor:
-    """Return a descriptor of ``codes`` as slices of lines, ``[slices, 2, 8, pairs]``, for copies of ``LINES`` lines.
+    """Return a descriptor of ``codes`` as slices of lines, ``[slices, 2, 8, codes]``, for copies of ``LINES`` lines.
 
     A slice is sixteen outputs, or with an activation eight gates and their factors.
     """

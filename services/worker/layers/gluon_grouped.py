@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
     slots: int  # of the ring of rows; a slot has half a tile of inputs
     code_slots: int  # of the ring of codes
     floats: bool = False  # weights are in MXFP4
-    activation: str | None = None  # of experts whose outputs are gates, and then as many factors of the gates
+    activation: str | None = None  # of experts whose outputs are gates, and then the factors of the gates
 
 
 def describe(matrix: torch.Tensor, block: Sequence[int]) -> TensorDescriptor:
@@ -85,7 +85,7 @@ def grouped_wide(x, codes, scales, offsets, bias, results, sums, flags, rows, sh
 
 @gluon.jit
 def allocate_rings(x, codes, C: gl.constexpr):
-    """Return the rings of rows and of codes, with the barriers that tell which of their slots are filled or free."""
+    """Return the rings of rows and of codes, with barriers for their filled and for their free slots."""
     SLOTS: gl.constexpr = C.slots
     CODE_SLOTS: gl.constexpr = C.code_slots
     row_ring = gl.allocate_shared_memory(x.dtype, [SLOTS, C.rows, C.tile // 2], x.layout)
