@@ -223,6 +223,20 @@ def test_parked_samples_outlive_a_pause_and_a_worker(recompute):
     check_all(driver)
 
 
+def test_a_light_plan_admits_no_sample_that_was_first_before_it_was_parked():
+    """A plan before it had preempted sequences for this sample, whose key had none."""
+    sizes = dict.fromkeys(("page_size", "page_count", "max_slots", "max_tokens_per_step"), 1)
+    driver = Driver(shape(**sizes, max_context_tokens=8, eos_every=0), mode=AdmissionMode.PREDICTED)
+    for key in ("", "", "someone"):
+        driver.submit([2], fairness_key=key)
+    driver.step()
+    assert driver.core.state.queue.first
+    driver.lose_worker()
+    park(driver, *range(driver.next_handle))
+    other = driver.submit([2])
+    assert driver.plan(light=True).admitted_ids == [f"r{other}"]
+
+
 @pytest.mark.timeout(600)
 @settings(max_examples=examples(600), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), policy=policies)

@@ -40,7 +40,9 @@ class Planner:
         state = self._state
         plan = PlannedStep(step=state.pool.step + 1)
         light = light and self._light_in_a_row < _MOST_LIGHT
-        if not light:
+        if light:
+            state.queue.first = []  # of the plan before
+        else:
             self._prediction.refresh(plan.step)
             self._preemption.preempt_for_waiting(plan)
         time_slice = self._time_sharing.next()
