@@ -1,8 +1,8 @@
 """Kernel of ``triton_experts`` for many tokens and weights of 4 or 8 bits, on tensor cores of Hopper.
 
 The rows of the tokens of an expert are copied next to each other first, in blocks. Then programs multiply blocks of
-rows by outputs as in ``gluon_grouped``. In a block of the first product, the lines are eight gates, the
-eight factors of these gates, and so on, so that a thread has the sums of both.
+rows by outputs as in ``gluon_grouped``. In a block of the first product, the lines are eight gates, the eight factors
+of these gates, and so on, so that a thread has the sums of both.
 """
 
 import torch
@@ -20,10 +20,10 @@ from services.worker.layers.experts import ExpertWeights, grouped_weights, has_g
 from services.worker.layers.gluon_grouped import (
     LINES,
     PRODUCER_REGISTERS,
-    TOGETHER,
     WARPS,
     Sizes,
     allocate_rings,
+    arrange,
     describe,
     fill,
     sum_tiles,
@@ -67,21 +67,15 @@ def experts_wide(x, codes, scales, biases, results, output, sorted_pairs, block_
 @gluon.jit
 def _locate(unit, count, C: gl.constexpr):
     """Return the block of rows and the first result of ``unit``. There are ``count`` blocks of rows."""
-    WIDTH: gl.constexpr = C.outputs if C.activation is None else C.outputs // 2
     RESULTS: gl.constexpr = C.lines if C.activation is None else C.lines // 2
-    BLOCKS: gl.constexpr = (WIDTH + RESULTS - 1) // RESULTS
-    before = unit // (TOGETHER * BLOCKS) * TOGETHER
-    size = gl.minimum(count - before, TOGETHER)
-    inside = unit % (TOGETHER * BLOCKS)
-    return before + inside % size, inside // size * RESULTS
+    block, result_block = arrange(unit, count, (C.outputs + C.lines - 1) // C.lines)
+    return block, result_block * RESULTS
 
 
 @gluon.jit
 def _units(count, C: gl.constexpr):
     """Return how many pairs of a block of rows and a block of outputs there are."""
-    WIDTH: gl.constexpr = C.outputs if C.activation is None else C.outputs // 2
-    RESULTS: gl.constexpr = C.lines if C.activation is None else C.lines // 2
-    return count * ((WIDTH + RESULTS - 1) // RESULTS)
+    return count * ((C.outputs + C.lines - 1) // C.lines)
 
 
 @gluon.jit

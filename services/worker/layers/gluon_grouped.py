@@ -32,7 +32,7 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its na
 
 LINES = 128  # outputs of a block
 WARPS = 8  # that compute
-TOGETHER = gl.constexpr(8)  # blocks of rows that follow each other, so that their weights stay in the L2 cache
+_TOGETHER = gl.constexpr(8)  # blocks of rows that follow each other
 PRODUCER_REGISTERS = gl.constexpr(24)
 _MORE_TILES = gl.constexpr(2)  # of the last part of a block, since sums of the other parts have to be written first
 
@@ -106,11 +106,20 @@ def allocate_rings(x, codes, C: gl.constexpr):
 @gluon.jit
 def _locate(block, rows, C: gl.constexpr):
     """Return the first row and the first output of ``block``."""
-    LINE_BLOCKS: gl.constexpr = (C.outputs + C.lines - 1) // C.lines
-    before = block // (TOGETHER * LINE_BLOCKS) * TOGETHER
-    size = gl.minimum((rows + C.rows - 1) // C.rows - before, TOGETHER)
-    inside = block % (TOGETHER * LINE_BLOCKS)
-    return (before + inside % size) * C.rows, inside // size * C.lines
+    row_block, line_block = arrange(block, (rows + C.rows - 1) // C.rows, (C.outputs + C.lines - 1) // C.lines)
+    return row_block * C.rows, line_block * C.lines
+
+
+@gluon.jit
+def arrange(block, row_blocks, LINE_BLOCKS: gl.constexpr):
+    """Return which of ``row_blocks`` and of ``LINE_BLOCKS`` meet in ``block`` of the product.
+
+    Some blocks of rows follow each other, so that their weights stay in the L2 cache.
+    """
+    before = block // (_TOGETHER * LINE_BLOCKS) * _TOGETHER
+    size = gl.minimum(row_blocks - before, _TOGETHER)
+    inside = block % (_TOGETHER * LINE_BLOCKS)
+    return before + inside % size, inside // size
 
 
 @gluon.jit
