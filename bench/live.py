@@ -5,8 +5,9 @@ is cached, but may share a prefix, and a Batch job may run at the same time. The
 the request, on an open connection. The time per output token (TPOT) of a stream is the time from its first text to its
 last, divided by its tokens less one.
 
-If the program starts the server, it also shows why the device idles, and where the time to the first token goes: it
-sends ten more requests a second with a trace. The last line is one JSON object.
+If the program starts the server, it also shows why the device idles, and where the time to the first token goes: a
+quarter of the requests, at most ten a second, have a trace. Only their tokens are in the other figures. The last line
+is one JSON object.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ from services.cli.bench.sending import Bodies, Body
 from services.common.config import from_command_line
 from services.common.flags import Bool, Float, Int, Ints
 
-_GAP_S = 0.1  # between two traced requests
+_TRACED, _MOST_TRACED = 0.25, 10.0  # the share of requests that are traced, and the most traced requests per second
 _BATCH_LINES = 20_000
 _BUSY = "toka_device_busy_seconds_total"  # 0 on a CPU
 _DEVICE = _BUSY, "toka_device_idle_seconds_total", "toka_device_late_seconds_total"
@@ -52,7 +53,9 @@ class LiveConfig(TargetConfig):
     batch: Bool = Field(False, description="run a Batch job during the whole load")
     vocab_size: Int = Field(32768, ge=2, description="prompts are random token ids from 1 to this number less one")
     temperature: Float = Field(0.6, ge=0)
-    waterfall: Bool = Field(True, description="trace ten more requests a second, if this program starts the server")
+    waterfall: Bool = Field(
+        True, description="trace a quarter of the requests, at most ten a second, if this program starts the server"
+    )
     plot: str | None = Field(None, description="PNG file to draw, which needs matplotlib")
 
 
@@ -104,12 +107,13 @@ def measure(config: LiveConfig, target: Target, probes: Probes | None) -> dict[s
 
 def measure_rate(config: LiveConfig, target: Target, rate: float, number: int, probes: Probes | None) -> dict[str, Any]:
     """Measure one rate. ``number`` changes prompts and arrivals."""
-    traced = contextlib.nullcontext()
-    endpoint = Endpoint(f"{target.url}/v1/completions")
+    traced, traced_rate = contextlib.nullcontext(), 0.0
     if probes is not None:
-        traced = probes.sending(endpoint, _bodies(config, target, 1000 + number), _GAP_S)
+        traced_rate = min(_TRACED * rate, _MOST_TRACED)
+        endpoint = Endpoint(f"{target.url}/v1/completions")
+        traced = probes.sending(endpoint, _bodies(config, target, 1000 + number), traced_rate)
     with Watch(target) as watch, traced:
-        replies = _drive(config, target, rate, config.seconds, number, watch)
+        replies = _drive(config, target, rate - traced_rate, config.seconds, number, watch)
     failed, figures = failures(replies), Figures.of(replies, streamed=True)
     first, each, whole = figures.first_token_ms, figures.per_token_ms, figures.end_to_end_ms
     if first is None or each is None or whole is None:
@@ -124,7 +128,7 @@ def measure_rate(config: LiveConfig, target: Target, rate: float, number: int, p
         "per_token_p99_ms": each.p99,
         "end_to_end_ms": whole.mean,
         "end_to_end_p99_ms": whole.p99,
-        "tokens_per_second": figures.rate(figures.output_tokens),
+        "tokens_per_second": figures.rate(figures.output_tokens + (0 if probes is None else probes.output_tokens)),
         "whole": summary(samples),
     }
     if probes is not None:

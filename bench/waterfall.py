@@ -1,4 +1,4 @@
-"""The stages of a request until its first token, from traced requests that are sent during a load."""
+"""The stages of a request until its first token, from traced requests that are a part of a load."""
 
 import asyncio
 import secrets
@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+import numpy as np
 
 from services.cli.bench.exchange import Endpoint, Reply, RequestSender
 from services.cli.bench.sending import Bodies
@@ -71,11 +73,16 @@ class Probes:
         self._replies: dict[str, Reply] = {}  # by the id of their trace
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
 
+    @property
+    def output_tokens(self) -> int:
+        """Number of tokens of the requests that were answered and are not forgotten."""
+        return sum(reply.completion_tokens for reply in self._replies.values())
+
     @contextmanager
-    def sending(self, endpoint: Endpoint, body: Bodies, gap_s: float) -> Iterator[None]:
-        """Send a request every ``gap_s`` seconds while the context is open."""
+    def sending(self, endpoint: Endpoint, body: Bodies, rate: float) -> Iterator[None]:
+        """Send ``rate`` requests a second, which arrive at random (Poisson), while the context is open."""
         ended = threading.Event()
-        thread = threading.Thread(target=lambda: asyncio.run(self._send(endpoint, body, gap_s, ended)))
+        thread = threading.Thread(target=lambda: asyncio.run(self._send(endpoint, body, rate, ended)))
         thread.start()
         try:
             yield
@@ -95,12 +102,12 @@ class Probes:
                 return complete
             time.sleep(0.1)
 
-    async def _send(self, endpoint: Endpoint, body: Bodies, gap_s: float, ended: threading.Event) -> None:
+    async def _send(self, endpoint: Endpoint, body: Bodies, rate: float, ended: threading.Event) -> None:
         sender, sending, number = RequestSender(endpoint), set[asyncio.Task[None]](), 0
-        while not ended.is_set():
+        rng = np.random.default_rng(11)
+        while not await asyncio.to_thread(ended.wait, rng.exponential(1 / rate)):
             sending.add(asyncio.create_task(self._send_one(sender, endpoint.encode(body(number)))))
             number += 1
-            await asyncio.sleep(gap_s)
         await asyncio.gather(*sending)
 
     async def _send_one(self, sender: RequestSender, request: bytes) -> None:
