@@ -12,8 +12,8 @@ _NAMES = [
     (re.compile(pattern, re.IGNORECASE), part)
     for pattern, part in (
         (r"rotate_and_store", "store"),
-        (r"BatchPrefill|PrefillWithKV|PrefillWithPaged|MergeStates?Kernel|VariableLengthMerge|_attend\b", _SPANS),
-        (r"_attend", _SPANS),
+        (r"^(copy|attend)_prefixes", "attention prefix"),
+        (r"BatchPrefill|PrefillWithKV|PrefillWithPaged|MergeStates?Kernel|VariableLengthMerge|_attend", _SPANS),
         (r"^_?(batch_?)?decode|^_decode|^_merge|BatchDecode", "attention own"),
         (r"^_(route|count|place|products|sum)$", "experts"),
         (r"summari[sz]e|^_?pick|look_up|find_lowest|add_bias|count_tokens|penalise|gumbel", "sampling"),
@@ -50,7 +50,7 @@ def tabulate(kernels: Iterable[tuple[str, float]], *, grouped: bool) -> KernelTa
     kernels = list(kernels)
     found = [_part(name) for name, _ in kernels]
     _tell_head(found, [name for name, _ in kernels])
-    _tell_spans(found, [name for name, _ in kernels], grouped)
+    _tell_spans(found, grouped)
     table = KernelTable()
     for (name, ms), part in zip(kernels, found, strict=True):
         table.parts[part] += ms
@@ -90,7 +90,7 @@ def _tell_head(found: list[str], names: list[str]) -> None:
             wanted = False
 
 
-def _tell_spans(found: list[str], names: list[str], grouped: bool) -> None:
+def _tell_spans(found: list[str], grouped: bool) -> None:
     """Classify attention: in every layer, prefixes run after storing, then own tokens, and then chunks."""
     behind = not grouped
     for index, part in enumerate(found):

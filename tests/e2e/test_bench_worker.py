@@ -102,6 +102,9 @@ def test_kernels_are_told_apart_by_name_and_place():
     }  # fmt: skip
     ungrouped = tabulate([(name, 1.0) for name in ["_rotate_and_store", layer[2], "_decode"]], grouped=False)
     assert ungrouped.parts["attention chunks"] == 1
+    names = ["_rotate_and_store", "copy_prefixes", "attend_prefixes", "_decode", "_attend"]
+    wide = tabulate([(name, 1.0) for name in names], grouped=True)
+    assert wide.parts == {"store": 1, "attention prefix": 2, "attention own": 1, "attention chunks": 1}
     mixture = tabulate([(name, 1.0) for name in ["_route", "_place", "_products", "_products", "_sum"]], grouped=False)
     assert mixture.parts == {"experts": 5}
 

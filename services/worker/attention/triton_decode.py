@@ -146,7 +146,7 @@ def _page_ids(table, start, end, PAGE: tl.constexpr, PAGES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["splits", "table_stride", "window"])
-def _attend(
+def _decode(
     queries,
     keys,
     values,
@@ -356,7 +356,7 @@ def decode_attention(
     state = prefix or PrefixState(token_slots, queries, queries)  # placeholders, not read
     sinks, factors = rules.sinks, score_factors(rules)
     pairs = keys.dtype == FP8 and queries.dtype != torch.float32
-    _attend[(rows * kv_heads, splits)](
+    _decode[(rows * kv_heads, splits)](
         queries, keys, values.view(torch.int16) if pairs else values, token_slots, positions, page_table, *state,
         queries if sinks is None else sinks, target, lse, page_table.stride(0), splits, rules.window or 0,
         factors.scale, HEADS=heads, KV_HEADS=kv_heads,

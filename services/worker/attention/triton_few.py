@@ -118,7 +118,7 @@ def _merge(partial, lse, output, first, sharing, GROUP: tl.constexpr, GROUP_PADD
 
 
 @triton.jit(do_not_specialize=["splits", "table_stride", "window"])
-def _attend(
+def _decode_few(
     qkv,
     token_slots,
     positions,
@@ -283,7 +283,7 @@ def few_attention(
         lse = torch.empty(rows * kv_heads * splits * group, dtype=torch.float32, device=qkv.device)
     overlap, sinks, factors = overlaps(qkv.device), rules.sinks, score_factors(rules)
     q_norm, k_norm, eps = norms or HeadNorms(qkv, qkv, 0.0)  # placeholders, not read
-    _attend[(rows * kv_heads, splits)](
+    _decode_few[(rows * kv_heads, splits)](
         qkv, token_slots, positions, page_table, *(tables or (qkv, qkv)), q_norm, k_norm,
         qkv if sinks is None else sinks, keys, values, output, partial, lse, arrivals, page_table.stride(0), splits,
         rules.window or 0, eps, factors.scale, HEADS=heads, KV_HEADS=kv_heads,
