@@ -87,6 +87,15 @@ def test_what_the_rehearsal_launches_is_compiled_into_the_cache_without_a_device
 
 @needs_triton
 @pytest.mark.slow
+@pytest.mark.parametrize(("rows", "wide"), [(480, True), (479, False)])
+def test_the_kernels_of_wide_prefixes_are_among_them_if_a_step_has_enough_rows(checkpoint, tmp_path, rows, wide):
+    model = checkpoint(hidden_size=256, num_attention_heads=256, num_key_value_heads=64, head_dim=64)
+    found = rehearse(job(model, max_seqs_per_forward=rows, max_tokens_per_forward=1024), tmp_path)
+    assert ({"copy_prefixes", "attend_prefixes"} <= set(found["kernels"])) == wide
+
+
+@needs_triton
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [{}, {"return_routed_experts": True}, {"quantization": "int4"}], ids=str)
 def test_the_kernels_of_experts_are_among_them(checkpoint, tmp_path, flags):
     model = checkpoint("qwen3_moe", moe_intermediate_size=64)

@@ -26,6 +26,7 @@ from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.mixed import MixedInputs
 from services.worker.attention.spans import TILE_FIELDS, Spans
 from services.worker.attention.triton_decode import LONG_CONTEXT, PrefixState, choose_splits, decode_attention
+from services.worker.attention.triton_prefixes import WidePrefixes
 from services.worker.attention.triton_spans import TritonSpans
 from services.worker.attention.triton_store import rotate_and_store
 from services.worker.described.layer import AnyValue, SupportedValues
@@ -36,6 +37,7 @@ Put = Callable[[np.ndarray], torch.Tensor]
 # A step's planned spans, by the name of the backend that runs them.
 PlannedByName = Mapping[str, "PlannedSpans"]
 
+_ANY_ROWS = 1 << 30  # exceeds the number of rows of any step
 SPAN_BACKENDS = ("triton", "flashinfer-fa2", "flashinfer-fa3")
 
 # The attention that ``CudaAttention`` computes. The layer adds biases, and normalises all heads together.
@@ -96,20 +98,22 @@ class CudaAttention:
         chunks: str | None = None,
         layers: Sequence[LayerAttention] = (),
         compiled: bool = False,
+        most_rows: int = _ANY_ROWS,
     ) -> None:
         """Choose the backends.
 
         ``dtype`` is the model's; None means the cache's. ``prefixes`` and ``chunks`` are from ``SPAN_BACKENDS``; None
         chooses the fastest that is installed. Layers that it does not support use Triton. ``layers`` has an entry per
         layer of ``cache``, or is () for the default rules. Their ``rope`` is an index of ``rotaries``, of which there
-        is at least one. ``compiled`` is true for use with torch.compile. Raises ``ValueError`` for an unknown backend.
+        is at least one. ``compiled`` is true for use with torch.compile. ``most_rows`` is the largest number of decode
+        rows in a step. Raises ``ValueError`` for an unknown backend.
         """
         self.cache, self.heads, self.layers = cache, heads, layer_rules(layers, cache)
         # The sinks of a layer count once, among the row's own tokens. Layers with a window ignore shared prefixes.
         self.prefix_rules = [None if rules.window else replace(rules, sinks=None) for rules in self.layers]
         self._tables = [(rotary.cos, rotary.sin) for rotary in rotaries]
         _, self.kv_heads, _, self.head_dim = cache.keys[0].shape
-        cached = cache.keys[0].dtype
+        cached, automatic = cache.keys[0].dtype, prefixes is None
         self.dtype = dtype or cached
         if self.dtype != cached or not flashinfer_spans.available(self.head_dim, cached):
             prefixes = chunks = "triton"
@@ -119,6 +123,11 @@ class CudaAttention:
         self._workspace: torch.Tensor | None = None
         self._prefixes = {name: self._spans(name, causal=False) for name in self.prefix_names if name}
         self._chunks = {name: self._spans(name, causal=True) for name in self.chunk_names}
+        sharing = [rules for rules in self.prefix_rules if rules is not None]
+        supported = bool(sharing) and all(
+            WidePrefixes.supports(cache, heads, self.dtype, rules, most_rows) for rules in sharing
+        )
+        self.wide_prefixes = WidePrefixes(cache, heads, self.dtype) if automatic and supported else None
         self._traceable = TraceableRotation(heads * self.head_dim) if compiled else None
         self._few_rows = triton_few.MOST_ROWS if self.dtype in (torch.bfloat16, torch.float16) else 0
         self._arrivals = triton_few.new_arrival_counters(self.kv_heads, cache.all_keys.device)
@@ -238,16 +247,12 @@ class CudaAttention:
         self, batch: CudaBatch, host_page_table: np.ndarray | None, put: Put | None
     ) -> tuple[PlannedByName, PlannedByName]:
         """Return the planned groups and chunks of the batch."""
-        groups, chunks = (
-            {}
-            if spans is None
-            else {
-                name: backend.plan(spans, batch.page_table, host_page_table, put)  # type: ignore[arg-type]
-                for name, backend in backends.items()
-            }
-            for backends, spans in ((self._prefixes, batch.groups), (self._chunks, batch.chunks))
-        )
-        return groups, chunks
+        wide, groups = self.wide_prefixes, batch.groups
+        if groups is not None and wide is not None and wide.takes(groups):
+            prefixes: PlannedByName = dict.fromkeys(self._prefixes, wide.plan(groups, batch.page_table, put))  # type: ignore[arg-type]  # set with groups
+        else:
+            prefixes = _plan_spans(self._prefixes, groups, batch, host_page_table, put)
+        return prefixes, _plan_spans(self._chunks, batch.chunks, batch, host_page_table, put)
 
     def _span_backend(self, wanted: str, rules: LayerAttention) -> str:
         """Return the backend of a layer's spans: ``wanted``, or Triton for rules that FlashInfer does not support."""
@@ -262,6 +267,22 @@ class CudaAttention:
             self._workspace = flashinfer_spans.make_workspace(self.cache.all_keys.device)
         backend = name.removeprefix("flashinfer-")
         return FlashInferSpans(self.cache, self.heads, backend, self._workspace, self._scale, causal=causal)
+
+
+def _plan_spans(
+    backends: Mapping[str, TritonSpans | FlashInferSpans],
+    spans: Spans | None,
+    batch: CudaBatch,
+    host_page_table: np.ndarray | None,
+    put: Put | None,
+) -> PlannedByName:
+    """Return what each of ``backends`` plans for ``spans``. Empty without spans."""
+    if spans is None:
+        return {}
+    return {
+        name: backend.plan(spans, batch.page_table, host_page_table, put)  # type: ignore[arg-type]  # set with spans
+        for name, backend in backends.items()
+    }
 
 
 def fastest_spans(head_dim: int) -> str:

@@ -1,6 +1,7 @@
 """Spans of query tokens that attend to the same pages, and their forms for kernels. Numpy arrays on the host."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,16 +24,29 @@ class Spans:
     contexts: np.ndarray  # number of keys; for chunks, the span's tokens are the last of them
 
 
+class Pieces(NamedTuple):
+    """Spans that are cut into pieces of at most some number of query tokens. All arrays are ``[pieces]``."""
+
+    span: np.ndarray  # index of the piece's span
+    number: np.ndarray  # of the piece within its span, from 0
+    counts: np.ndarray  # query tokens
+
+
+def cut(spans: Spans, tokens: int) -> Pieces:
+    """Cut spans into pieces of at most ``tokens`` query tokens, in order."""
+    pieces = -(-spans.counts // tokens)
+    span, number = np.repeat(np.arange(len(pieces)), pieces), _within(pieces)
+    return Pieces(span, number, np.minimum(spans.counts[span] - number * tokens, tokens))
+
+
 def tiles(spans: Spans, tokens: int, *, causal: bool) -> np.ndarray:
     """Split spans into tiles of at most ``tokens`` query tokens, ``[tiles, TILE_FIELDS]`` int32.
 
     Tiles with the longest contexts come first. If ``causal``, token i of a tile attends to the first ``bound + i``
     tokens of the slot, otherwise to all ``keys``.
     """
-    pieces = -(-spans.counts // tokens)
-    span = np.repeat(np.arange(len(pieces)), pieces)
-    done = _within(pieces) * tokens
-    counts = np.minimum(spans.counts[span] - done, tokens)
+    span, number, counts = cut(spans, tokens)
+    done = number * tokens
     keys = bounds = spans.contexts[span]
     if causal:
         bounds = keys - spans.counts[span] + done + 1

@@ -254,6 +254,7 @@ def assemble(parts: RunnerParts, cache: KvCache, exchanges: Exchanges) -> CudaRu
         dtype=model.dtype,
         layers=model.attention_layers(),
         compiled=config.torch_compile,
+        most_rows=min(limits.max_slots, limits.max_tokens_per_step),
     )
     device = cache.all_keys.device
     state, sampler = DeviceState.empty(limits, device), None

@@ -55,11 +55,12 @@ class Sizes(NamedTuple):
     activation: str | None = None  # of experts whose outputs are gates, and then the factors of the gates
 
 
-def describe(matrix: torch.Tensor, block: Sequence[int]) -> TensorDescriptor:
-    """Return a descriptor of ``matrix``, of elements of 8 or 16 bits, for copies of ``block`` to or from memory."""
-    size = matrix.element_size()
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, size * block[1]), element_bitwidth=8 * size)
-    return TensorDescriptor.from_tensor(matrix, list(block), layout)
+def describe(tensor: torch.Tensor, block: Sequence[int]) -> TensorDescriptor:
+    """Return a descriptor of ``tensor``, of elements of 8 or 16 bits, for copies of ``block`` to or from memory."""
+    size = tensor.element_size()
+    width = min(128, size * block[-1])
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * size, rank=len(block))
+    return TensorDescriptor.from_tensor(tensor, list(block), layout)
 
 
 @gluon.jit(do_not_specialize=["rows", "shared", "parts"])
