@@ -12,15 +12,18 @@ from services.worker.parallel import rendezvous
 from services.worker.parallel.errors import ParallelError
 
 
-def attempt(ranks: list[Ranks], port: int, timeout_s: float = 15.0, settings=()) -> list[str]:
-    """What each of these workers is told, one behind the other; ``settings`` beside them."""
+def attempt(ranks: list[Ranks], port: int, timeout_s: float = 15.0, settings=(), stores=None) -> list[str]:
+    """Return what each of these workers is told. ``settings`` has those of each.
+
+    ``stores`` gets their stores; None = they close at the end. Other workers lose the connection then.
+    """
     told = [""] * len(ranks)
     settings = list(settings) or [{"page_size": 16}] * len(ranks)
-    kept = []
+    stores = [] if stores is None else stores
 
     def come(index: int) -> None:
         try:
-            kept.append(rendezvous.meet(ranks[index], "127.0.0.1", port, settings[index], timeout_s))
+            stores.append(rendezvous.meet(ranks[index], "127.0.0.1", port, settings[index], timeout_s))
             told[index] = "met"
         except (InvalidRequest, ParallelError) as error:
             told[index] = f"{type(error).__name__}: {error}"
@@ -86,7 +89,8 @@ def test_a_worker_that_comes_back_waits_for_the_replica_before_to_end():
     while int(before.add(f"taken/{second.index}", 0)) < 2:  # it has tried
         pass
     del before
-    assert attempt([first], port) == ["met"]
+    stores = []
+    assert attempt([first], port, stores=stores) == ["met"]
     waiting.join()
     assert told == ["met"]
 
