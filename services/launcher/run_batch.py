@@ -9,7 +9,6 @@ import contextlib
 import os
 import random
 import re
-import socket
 import ssl
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from services.common.config import DeploymentConfig, fail, from_command_line
 from services.common.flags import Bool, Int, without_flags
 from services.common.process.children import module_command, module_environment
 from services.common.process.service import PARENT_PID
+from services.launcher.ports import free_ports
 
 _RETRIED = (429, 502, 503, 504)
 _SECONDS = re.compile(r"[0-9]{1,9}")  # a Retry-After may also be a date
@@ -242,7 +242,7 @@ def _content(body: dict[str, Any]) -> bytes:
 def _own_server(config: RunBatchConfig, flags: list[str]) -> Iterator[str]:
     """Start ``toka`` with ``flags``. Yield its URL when it is ready."""
     named = {flag.partition("=")[0] for flag in flags}
-    port = config.port if "port" in named else _free_port()
+    port = config.port if "port" in named else free_ports()
     more = {"port": port, "grpc_port": 0, "store_url": "none"}
     given = [*flags, *(f"{name}={value}" for name, value in more.items() if name not in named)]
     command = module_command("services.launcher.toka", *given)
@@ -271,12 +271,6 @@ def _ready(url: str) -> bool:
         return httpx.get(url + "/ready", trust_env=False).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -14,7 +13,7 @@ import grpc
 import structlog
 
 from services.common.config import ChosenDeploymentConfig, DeploymentConfig
-from services.common.errors import InvalidRequest, Unavailable
+from services.common.errors import InvalidRequest
 from services.common.host.resources import has_gpus, usable_processors, visible_gpus
 from services.common.model.files import read_card
 from services.common.model.uploads import uploads_of
@@ -24,6 +23,7 @@ from services.common.process.service import Stop, run_service, run_unless_stoppe
 from services.common.rpc.token import make_token_file
 from services.launcher.deployment import choose_gpus, plan_children
 from services.launcher.display import StartDisplay
+from services.launcher.ports import check_is_free, free_ports
 from services.launcher.settings import Setting, choose_gateways, read_settings
 from services.launcher.supervisor import supervise, write_line
 
@@ -60,7 +60,7 @@ async def serve(given: DeploymentConfig, stop: Stop) -> None:
         config = _with_free_ports(config, listeners[0].getsockname()[1] if listeners else config.port)
         config = _with_log_format(_with_token(config, Path(runtime_dir)))
         for replica in range(config.dp_size):
-            _check_port_is_free(config.grpc_port + replica)
+            check_is_free(config.grpc_port + replica)
         children = plan_children(config, Path(runtime_dir), gpus)
         for child in children:
             if child.role == "worker" and config.weight_directories:  # no later worker has its address
@@ -111,11 +111,11 @@ def _with_free_ports(config: ChosenDeploymentConfig, port: int) -> ChosenDeploym
 
     ``port`` is the port that was bound for the gateways.
     """
-    ports = {"port": port, "grpc_port": config.grpc_port or _free_ports(config.dp_size, 0)}
+    ports = {"port": port, "grpc_port": config.grpc_port or free_ports(config.dp_size)}
     if config.tp_size * config.pp_size > 1:
         fields = type(config).model_fields
         offset = master_port_offset(port - fields["port"].default)
-        ports["master_port"] = _free_ports(config.dp_size, fields["master_port"].default + offset)
+        ports["master_port"] = free_ports(config.dp_size, fields["master_port"].default + offset)
     return config.model_copy(update=ports)
 
 
@@ -141,29 +141,6 @@ def _with_log_format(config: ChosenDeploymentConfig) -> ChosenDeploymentConfig:
     if is_coloured():
         os.environ.setdefault("FORCE_COLOR", "1")
     return config.model_copy(update={"log_format": "console" if is_console(config.log_format) else "json"})
-
-
-def _free_ports(count: int, preferred: int) -> int:
-    """Return the first of ``count`` consecutive free ports. It is ``preferred`` if that is not 0 and they are free."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            first = preferred or probe.getsockname()[1]
-        try:
-            for port in range(first, first + count):
-                _check_port_is_free(port)
-        except Unavailable:
-            preferred = 0
-            continue
-        return first
-
-
-def _check_port_is_free(port: int) -> None:
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except (OSError, OverflowError) as error:
-        raise Unavailable(
-            f"cannot listen on 127.0.0.1:{port} ({error}): stop what runs there, or choose another port with grpc_port="
-        ) from error
 
 
 def _banner(model: str, url: str, schedulers: list[str], *, keys: bool) -> str:
