@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import httpx
+
+from services.launcher.ports import is_free
 
 START_TIMEOUT_S = 300.0
 PORTS = range(16384, 32768, 16)  # of `free_port`; a program may also use some ports behind its own
@@ -81,19 +82,11 @@ def free_port() -> int:
         turn = int(file.read() or 0)
         for number in range(turn, turn + len(PORTS)):
             port = PORTS[number % len(PORTS)]
-            if _is_free(port):
+            if is_free(port):
                 file.truncate(0)
                 file.write(str(number + 1))
                 return port
     raise RuntimeError(f"every port from {PORTS[0]} to {PORTS[-1]} is taken")
-
-
-def _is_free(port: int) -> bool:
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError:
-        return False
-    return True
 
 
 def report(figures: dict[str, Any]) -> None:

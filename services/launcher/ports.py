@@ -17,14 +17,18 @@ def free_ports(count: int = 1, preferred: int = 0) -> int:
     their servers listen.
     """
     first = preferred or _random(count)
-    while True:
-        try:
-            for port in range(first, first + count):
-                check_is_free(port)
-        except Unavailable:
-            first = _random(count)
-            continue
-        return first
+    while not all(map(is_free, range(first, first + count))):
+        first = _random(count)
+    return first
+
+
+def is_free(port: int) -> bool:
+    """Return whether a server can listen on ``port`` of 127.0.0.1."""
+    try:
+        check_is_free(port)
+    except Unavailable:
+        return False
+    return True
 
 
 def check_is_free(port: int) -> None:
