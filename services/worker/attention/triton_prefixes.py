@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from services.worker.attention.base import LayerAttention
 from services.worker.attention.gluon_prefixes import FIELDS, ROWS, WIDTH, PrefixSizes, attend_prefixes
@@ -90,6 +91,7 @@ class PlannedPrefixes(NamedTuple):
     tiles: torch.Tensor  # [tiles, FIELDS] int32
     page_table: torch.Tensor  # [max_slots, max_pages] int32
     copies: torch.Tensor  # [2, kv_heads * capacity, head_dim], the copied keys and values
+    described: tuple[TensorDescriptor, TensorDescriptor]  # of both, for copies of blocks to shared memory
     sizes: PrefixSizes
 
     def run(
@@ -110,8 +112,7 @@ class PlannedPrefixes(NamedTuple):
             KV_HEADS=sizes.kv_heads, HEAD_DIM=sizes.head_dim, PAGE=keys.shape[2], FIELDS=FIELDS,
         )  # fmt: skip
         attend_prefixes[(min(units, multiprocessors(queries.device)),)](
-            describe(queries, (ROWS // group, group, WIDTH)), describe(key_rows, (sizes.keys, WIDTH)),
-            describe(value_rows, (sizes.keys, sizes.head_dim)), self.tiles, output, lse, units, capacity,
+            describe(queries, (ROWS // group, group, WIDTH)), *self.described, self.tiles, output, lse, units, capacity,
             score_factors(rules).scale, C=sizes, num_warps=4,
         )  # fmt: skip
 
@@ -127,6 +128,9 @@ class WidePrefixes:
         self._capacity = _COPIED_BYTES // (2 * kv_heads * head_dim * dtype.itemsize)  # tokens
         shape = 2, kv_heads * self._capacity, head_dim
         self._copies = torch.empty(shape, dtype=dtype, device=cache.keys[0].device)
+        key_rows, value_rows = self._copies
+        keys = self._sizes.keys
+        self._described = describe(key_rows, (keys, WIDTH)), describe(value_rows, (keys, head_dim))
         self._tokens = self._sizes.consumers * ROWS // (heads // kv_heads)  # of a tile
 
     @staticmethod
@@ -161,4 +165,4 @@ class WidePrefixes:
     ) -> PlannedPrefixes:
         """Plan ``spans``, which ``takes`` accepts. ``put`` copies an array to the device."""
         fields = prefix_tiles(spans, self._tokens, self._sizes.keys, self._page_size)
-        return PlannedPrefixes(put(fields), page_table, self._copies, self._sizes)
+        return PlannedPrefixes(put(fields), page_table, self._copies, self._described, self._sizes)

@@ -40,7 +40,7 @@ _GRAPH_BYTES = 64 << 20
 _PIECE_BYTES = 768 << 10
 # Smallest piecewise graph that gets a second variant, in which few tokens continue after the last attention.
 _MIN_TRIMMED_PIECE = 256
-# Estimates for one step: logits of two slices with copies of rows; the workspace of attention.
+# Estimates for one step: logits of two slices with copies of rows; the workspace of attention and copies of prefixes.
 _SAMPLING_BYTES, _ATTENTION_BYTES = (1 << 30) + (128 << 20), 320 << 20
 # Activations that a token holds at once, in multiples of ``hidden_size`` and of ``intermediate_size``.
 _HIDDEN_COPIES, _INNER_COPIES = 4, 3
