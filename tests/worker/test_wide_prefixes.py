@@ -77,16 +77,11 @@ def on_hopper(monkeypatch):
     monkeypatch.setattr(triton_prefixes, "is_hopper", lambda _: True)
 
 
-def wide(heads=32, **sizes):
-    """Return the attention for ``heads`` query heads of 64 dimensions on 8 kv heads, with pages of ``PAGE`` tokens."""
+def test_many_rows_of_full_tiles_are_taken_if_the_copies_have_room():
     from services.worker.attention.triton_prefixes import WidePrefixes
 
-    case = Case([20], heads=heads, **{"kv_heads": 8, "head_dim": 64} | sizes)
-    return WidePrefixes(case.cache(torch.bfloat16, DEVICE), heads, torch.bfloat16)
-
-
-def test_many_rows_of_full_tiles_are_taken_if_the_copies_have_room():
-    prefixes = wide()
+    case = Case([20], heads=32, kv_heads=8, head_dim=64)
+    prefixes = WidePrefixes(case.cache(torch.bfloat16, DEVICE), 32, torch.bfloat16)
     assert not prefixes.takes(spans([3839], [10]))
     assert prefixes.takes(spans([3840], [10]))
     assert prefixes.takes(spans([256] * 15, [10] * 15))
