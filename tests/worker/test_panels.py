@@ -5,7 +5,7 @@ import torch
 
 from services.common.config import WorkerConfig
 from services.worker.boot.common import boot
-from services.worker.layers import pairs_cpu, products_cpu
+from services.worker.layers import pairs_cpu, products_cpu, tiles_cpu
 from services.worker.layers.linear import Linear
 from services.worker.layers.panels import PanelLinear
 from services.worker.models import fused_cpu
@@ -24,27 +24,37 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.fixture(
     scope="module",
     params=[
-        (torch.float32, False, 4),
-        (torch.float32, False, 1),
-        (torch.bfloat16, True, 4),
-        (torch.bfloat16, False, 4),
-        (torch.bfloat16, False, 1),
+        (torch.float32, "none", 4),
+        (torch.float32, "none", 1),
+        (torch.bfloat16, "tiles", 4),
+        (torch.bfloat16, "pairs", 4),
+        (torch.bfloat16, "none", 4),
+        (torch.bfloat16, "none", 1),
     ],
-    ids=["float32", "float32, few registers", "bfloat16", "bfloat16, widened", "bfloat16, few registers"],
+    ids=[
+        "float32",
+        "float32, few registers",
+        "bfloat16, tiles",
+        "bfloat16, pairs",
+        "bfloat16, widened",
+        "bfloat16, few registers",
+    ],
 )
 def dtype(request):
-    """Compile products for processors with and without instructions for bfloat16, and with few registers.
+    """Compile products for processors with different instructions for bfloat16, and with few registers.
 
     Return the dtype of weights.
     """
-    stored, has_instruction, rows = request.param
-    if has_instruction and not pairs_cpu.multiplies_bfloat16():
-        pytest.skip("this processor has no instruction for products of bfloat16")
+    stored, instructions, rows = request.param
+    tiles, pairs = instructions == "tiles", instructions == "pairs"
+    if (tiles and not tiles_cpu.multiplies_tiles()) or (pairs and not pairs_cpu.multiplies_bfloat16()):
+        pytest.skip(f"this processor has no instructions for {instructions} of bfloat16")
     caches = products_cpu.make_product, products_cpu.compiled_product
     for each in caches:
         each.cache_clear()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pairs_cpu, "multiplies_bfloat16", lambda: has_instruction)
+        patched.setattr(products_cpu, "multiplies_tiles", lambda: tiles)
+        patched.setattr(pairs_cpu, "multiplies_bfloat16", lambda: pairs)
         patched.setattr(products_cpu, "most_rows", lambda: rows)
         yield stored
     for each in caches:
@@ -66,9 +76,10 @@ def test_a_product_is_that_of_rounded_values(rows, inputs, outputs, dtype):
 
 
 def test_a_row_has_the_same_result_among_any_rows(dtype):
-    linear, x = fill(PanelLinear(300, 100, dtype=dtype), random(100, 300), None), random(7, 300, seed=1)
+    linear, x = fill(PanelLinear(300, 100, dtype=dtype), random(100, 300), None), random(37, 300, seed=1)
     together = linear(x)
-    assert all(torch.equal(linear(x[row : row + 1])[0], together[row]) for row in range(7))
+    assert all(torch.equal(linear(x[row : row + 1])[0], together[row]) for row in range(37))
+    assert torch.equal(linear(x[3:23]), together[3:23])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

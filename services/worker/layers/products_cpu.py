@@ -14,6 +14,7 @@ from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.matmul_cpu import available, matmul
 from services.worker.layers.operators import operator
 from services.worker.layers.pairs_cpu import make_add_pairs, paired
+from services.worker.layers.tiles_cpu import make_add_tiles, multiplies_tiles
 from services.worker.layers.vectors_cpu import (
     IntegerStorage,
     make_add_integer_product,
@@ -29,9 +30,9 @@ Function = Callable[..., Any]
 _MATRIX = numba.float32[:, ::1]
 # Rows from which on torch's library is faster, if registers hold the sums of one row only.
 _LIBRARY_ROWS = 32
-# Rows of a panel that all rows of the input are multiplied by before the next. In float32 they stay in the second cache
-# (256 KiB), and in bfloat16 in the first (16 KiB).
-_BLOCKS = {"float32": 1024, "bfloat16": 64}
+# Rows of a panel that all rows of the input are multiplied by before the next. In float32 and with tiles they stay in
+# the second cache (256 KiB), and in bfloat16 without tiles in the first (16 KiB).
+_MANY_PANEL_ROWS, _FEW_PANEL_ROWS = 1024, 64
 # Rows of a panel of integers that are converted at once if the input has more rows than registers hold the sums of. In
 # float32 they stay in the first cache (24 KiB).
 _WIDENED_ROWS = 96
@@ -85,7 +86,8 @@ def _make_float_panel(storage: FloatStorage) -> tuple[Function, Function]:
     target, stride)`` adds the product of ``x`` and a panel to the 64 columns at the address ``target``, whose rows are
     ``stride`` bytes apart.
     """
-    add_part, columns, most = _make_add_part(storage), COLUMNS, _BLOCKS[storage]
+    add_part, columns = _make_add_part(storage), COLUMNS
+    most = _MANY_PANEL_ROWS if storage == "float32" or multiplies_tiles() else _FEW_PANEL_ROWS
 
     @numba.njit(nogil=True)
     def add_panel(x, prepared, panel, weight, scale, target, stride):
@@ -110,6 +112,8 @@ def _make_add_part(storage: FloatStorage) -> Function:
     ``count`` rows of a panel. ``target`` and ``stride`` are as in ``_make_float_panel``. After the first block of
     rows, the part is in a cache. Meanwhile ``size`` bytes from ``ahead``, the address of the next part, are prefetched.
     """
+    if storage == "bfloat16" and multiplies_tiles():
+        return make_add_tiles()
     block, least, line = most_rows(), _LIBRARY_ROWS, _LINE
     add_rows = _make_add_rows(make_add_pairs if storage == "bfloat16" else make_add_product, block)
 
