@@ -96,7 +96,7 @@ def test_the_first_of_equal_logits_is_chosen():
 def test_only_steps_of_plain_rows_use_the_compiled_head(others, calls, checkpoint, monkeypatch):
     """If a row has other settings, the tokens of all rows are sampled from logits."""
     called, call = [], PlainHead.__call__
-    monkeypatch.setattr(PlainHead, "__call__", lambda *arguments: called.append(1) or call(*arguments))
+    monkeypatch.setattr(PlainHead, "__call__", lambda *args, **kwargs: called.append(1) or call(*args, **kwargs))
     flags = {"device": "cpu", "kv_cache_num_tokens": 1024, "torch_num_threads": 1}
     runner = boot(WorkerConfig(model=str(checkpoint("llama")), **flags)).runner
     called.clear()

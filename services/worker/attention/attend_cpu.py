@@ -46,13 +46,18 @@ def make_attend(head_dim: int, group: int, page_size: int, element: Any) -> Call
     rows = _rows(head_dim, group)
     log2_e = np.float32(LOG2_E)
 
-    def attend(queries, key_pages, value_pages, tokens, slots, firsts, lengths, page_table, scale, scores, output):
+    def attend(
+        queries, key_pages, value_pages, tokens, slots, firsts, lengths, page_table, scale, scores, output, first_head
+    ):  # fmt: skip
         """Write ``output[tokens[i]]``, which attends to tokens ``firsts[i]`` to ``lengths[i] - 1`` of ``slots[i]``.
 
-        ``queries [.., heads, head_dim]``; pages ``[pages, kv_heads, page_size, head_dim]``; ``scale`` of the products
-        of queries and keys; ``scores`` from ``new_scores``; ``output [.., heads * head_dim]``.
+        ``queries [.., heads, head_dim]`` are those of the kv heads from ``first_head`` on; pages ``[pages, kv_heads,
+        page_size, head_dim]``; ``scale`` of the products of queries and keys; ``scores`` from ``new_scores``; ``output
+        [.., all heads * head_dim]``.
         """
-        reads = _list_reads(key_pages, value_pages, slots, firsts, lengths, page_table, width, ahead)
+        last_head = first_head + queries.shape[1] // group
+        heads = range(first_head, last_head)
+        reads = _list_reads(key_pages, value_pages, heads, slots, firsts, lengths, page_table, width, ahead)
         read = 0
         query, sums = np.empty((group, head_dim), np.float32), np.empty((group, head_dim), np.float32)
         totals = np.empty(group, np.float32)
@@ -60,10 +65,10 @@ def make_attend(head_dim: int, group: int, page_size: int, element: Any) -> Call
         for index in range(tokens.shape[0]):
             token, first, length = tokens[index], firsts[index], lengths[index]
             begin = first // page_size * page_size
-            for head in range(key_pages.shape[1]):
+            for head in range(first_head, last_head):
                 for g in range(group):
                     for i in range(head_dim):
-                        query[g, i] = queries[token, head * group + g, i] * scale * log2_e
+                        query[g, i] = queries[token, (head - first_head) * group + g, i] * scale * log2_e
                         sums[g, i] = 0
                 for start in range(begin, length, page_size):
                     page, following = reads[read], reads[read + ahead]
@@ -102,7 +107,9 @@ def make_attend(head_dim: int, group: int, page_size: int, element: Any) -> Call
         return query.size + sums.size
 
     pages, indices, matrix = (element[:, :, :, ::1],) * 2, numba.int64[::1], numba.float32[:, ::1]
-    signature = numba.int64(_VIEW, *pages, *(indices,) * 4, numba.int32[:, ::1], numba.float32, matrix, matrix)
+    signature = numba.int64(
+        _VIEW, *pages, *(indices,) * 4, numba.int32[:, ::1], numba.float32, matrix, matrix, numba.int64
+    )
     return compile_function(attend, signature, constants=(head_dim, group, page_size, element.bitwidth))
 
 
@@ -121,21 +128,21 @@ def _rows(head_dim: int, group: int) -> int:
 
 
 @numba.njit(nogil=True)
-def _list_reads(key_pages, value_pages, slots, firsts, lengths, page_table, width, ahead):
-    """Return the addresses of the pages that ``attend`` reads, in this order, for each head.
+def _list_reads(key_pages, value_pages, heads, slots, firsts, lengths, page_table, width, ahead):
+    """Return the addresses of the pages that ``attend`` reads, in this order, for each of the kv heads ``heads``.
 
     ``width`` is that of a key in bytes. The last address is there ``ahead`` times more.
     """
-    heads, page_size, total = key_pages.shape[1], key_pages.shape[2], 0
+    kv_heads, page_size, total = key_pages.shape[1], key_pages.shape[2], 0
     for index in range(slots.shape[0]):
         total += (lengths[index] - 1) // page_size - firsts[index] // page_size + 1
-    reads, count = np.empty(2 * heads * total + ahead, np.int64), 0
+    reads, count = np.empty(2 * len(heads) * total + ahead, np.int64), 0
     for index in range(slots.shape[0]):
         places = page_table[slots[index], firsts[index] // page_size : (lengths[index] - 1) // page_size + 1]
-        for head in range(heads):
+        for head in heads:
             for start in (key_pages.ctypes.data, value_pages.ctypes.data):
                 for page in places:
-                    reads[count] = start + (np.int64(page) * heads + head) * page_size * width
+                    reads[count] = start + (np.int64(page) * kv_heads + head) * page_size * width
                     count += 1
     reads[count:] = reads[count - 1]
     return reads

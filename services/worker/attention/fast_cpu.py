@@ -75,6 +75,7 @@ class FastCpuStep(AttentionStep):
             batch.token_slots,
             batch.positions,
             batch.page_table,
+            0,
         )
         self._stored()
         output = np.empty((queries.shape[0], backend.heads * backend.head_dim), np.float32)
@@ -91,6 +92,7 @@ class FastCpuStep(AttentionStep):
                 np.float32(rules.scale),
                 self._scores,
                 output,
+                0,
             )
         attended = torch.from_numpy(output)
         for start, end, context, pages in self._long:

@@ -57,15 +57,16 @@ def _make_store(head_dim: int, page_size: int, storage: Storage) -> Callable[...
     element = ELEMENTS[storage]
     like = np.dtype(str(element)).type(0)
 
-    def store(keys, values, key_pages, value_pages, slots, positions, page_table):
-        """Store ``keys`` and ``values [tokens, kv_heads, head_dim]`` in their pages."""
+    def store(keys, values, key_pages, value_pages, slots, positions, page_table, first_head):
+        """Store ``keys`` and ``values [tokens, heads, head_dim]``, as kv heads from ``first_head`` on, in pages."""
         for token in range(keys.shape[0]):
             page = page_table[slots[token], positions[token] // page_size]
             offset = positions[token] % page_size
             for head in range(keys.shape[1]):
+                stored = first_head + head
                 for i in range(head_dim):
-                    key_pages[page, head, offset, i] = narrowed(keys[token, head, i], like)
-                    value_pages[page, head, offset, i] = narrowed(values[token, head, i], like)
+                    key_pages[page, stored, offset, i] = narrowed(keys[token, head, i], like)
+                    value_pages[page, stored, offset, i] = narrowed(values[token, head, i], like)
 
-    signature = numba.void(_VIEW, _VIEW, *(element[:, :, :, ::1],) * 2, _INDICES, _INDICES, _PAGE_TABLE)
+    signature = numba.void(_VIEW, _VIEW, *(element[:, :, :, ::1],) * 2, _INDICES, _INDICES, _PAGE_TABLE, numba.int64)
     return compile_function(store, signature, constants=(head_dim, page_size, element.bitwidth))

@@ -14,6 +14,7 @@ from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.matmul_cpu import available, matmul
 from services.worker.layers.operators import operator
 from services.worker.layers.pairs_cpu import make_add_pairs, paired
+from services.worker.layers.team_cpu import claim, finish, wait
 from services.worker.layers.tiles_cpu import make_add_tiles, multiplies_tiles
 from services.worker.layers.vectors_cpu import (
     IntegerStorage,
@@ -38,6 +39,8 @@ _MANY_PANEL_ROWS, _FEW_PANEL_ROWS = 1024, 64
 _WIDENED_ROWS = 96
 # Rows of the input that are multiplied by all panels before the next. They stay in the second cache beside a panel.
 _INPUT_ROWS = 128
+# Items of each thread's share of a product, if each has at least this number of rows.
+_THREAD_ITEMS, _PIECE_ROWS = 8, 16
 _LINE = 64  # bytes of a cache line
 
 
@@ -49,42 +52,95 @@ def make_product(storage: WeightStorage) -> Function:
     outputs]`` are contiguous float32 arrays, and ``keep`` is 0 or 1. ``weight`` and ``scale`` are addresses of the
     tensors of an ``IntegerLinear``, or ``weight`` is that of a ``PanelLinear``'s.
     """
-    if storage == "float32" or storage == "bfloat16":
-        prepare, add_panel = _make_float_panel(storage)
-    else:
-        prepare, add_panel = _make_integer_panel(storage)
+    prepare, _, multiply_panel = _make_panel_product(storage)
     columns, most = COLUMNS, _INPUT_ROWS
-
-    @numba.njit(nogil=True)
-    def multiply(x, weight, scale, output, keep):
-        rows, outputs = x.shape[0], output.shape[1]
-        weight, scale, prepared = np.int64(weight), np.int64(scale), prepare(x)
-        if keep == 0:
-            output[:] = 0
-        rest = np.zeros((rows, columns), np.float32)  # the last panel may have fewer columns in the output
-        for panel in range((outputs + columns - 1) // columns):
-            if (panel + 1) * columns <= outputs:
-                add_panel(x, prepared, panel, weight, scale, output.ctypes.data + panel * columns * 4, outputs * 4)
-            else:
-                add_panel(x, prepared, panel, weight, scale, rest.ctypes.data, columns * 4)
-                output[:, panel * columns :] += rest[:, : outputs - panel * columns]
-        return rest.size  # numba frees an array after its last use, and an address does not count as a use
 
     @numba.njit(nogil=True)
     def product(x, weight, scale, output, keep):
         for start in range(0, x.shape[0], most):
-            multiply(x[start : start + most], weight, scale, output[start : start + most], keep)
+            rows, target = x[start : start + most], output[start : start + most]
+            prepared = prepare(rows)
+            for panel in range((output.shape[1] + columns - 1) // columns):
+                multiply_panel(rows, prepared, panel, weight, scale, target, keep)
 
     function: Function = product
     return function
 
 
-def _make_float_panel(storage: FloatStorage) -> tuple[Function, Function]:
-    """Return functions for ``make_product``.
+@cache
+def make_team_product(storage: WeightStorage) -> Function:
+    """Return a function for compiled functions that computes a product in all threads of a team.
 
-    ``prepare(x)`` returns what ``add_panel`` needs for all panels. ``add_panel(x, prepared, panel, weight, scale,
-    target, stride)`` adds the product of ``x`` and a panel to the 64 columns at the address ``target``, whose rows are
-    ``stride`` bytes apart.
+    ``product(thread, counters, phase, x, weight, scale, bias, output, keep)`` takes part in a phase as one of the
+    team's threads. It computes ``output = x @ weight + keep * output + bias``, with the arguments of ``make_product``.
+    ``bias [outputs]`` float32 is empty if there is none. An output does not depend on the number of threads.
+    """
+    prepare, rows_of, multiply_panel = _make_panel_product(storage)
+    columns, most, least, wanted = COLUMNS, _INPUT_ROWS, _PIECE_ROWS, _THREAD_ITEMS
+
+    @numba.njit(nogil=True)
+    def product(thread, counters, phase, x, weight, scale, bias, output, keep):
+        (rows, outputs), threads = output.shape, counters.shape[1] - 1
+        panels = (outputs + columns - 1) // columns
+        # Few panels are divided by rows, too, so that no thread has much more to do than the others.
+        pieces = min((wanted * threads + panels - 1) // panels, rows // least)
+        pieces = max(pieces, (rows + most - 1) // most)
+        items = panels * pieces
+        item = claim(counters, phase, items, thread)
+        prepared = prepare(x if item < items else x[:0])
+        while item < items:
+            panel, piece = item // pieces, item % pieces
+            first, last = rows * piece // pieces, rows * (piece + 1) // pieces
+            begin, end = panel * columns, min((panel + 1) * columns, outputs)
+            part, target = rows_of(prepared, first, last), output[first:last]
+            multiply_panel(x[first:last], part, panel, weight, scale, target, keep)
+            if bias.size:
+                target[:, begin:end] += bias[begin:end]
+            finish(counters, phase)
+            item = claim(counters, phase, items, thread)
+        wait(counters, phase, items)
+
+    function: Function = product
+    return function
+
+
+@cache
+def _make_panel_product(storage: WeightStorage) -> tuple[Function, Function, Function]:
+    """Return functions for products.
+
+    ``prepare(x)`` returns what ``multiply_panel`` needs for all panels, and ``rows_of(prepared, first, last)`` the part
+    of it for some rows. ``multiply_panel(x, prepared, panel, weight, scale, output, keep)`` computes the columns of a
+    panel, with the arguments of ``make_product``.
+    """
+    if storage == "float32" or storage == "bfloat16":
+        prepare, rows_of, add_panel = _make_float_panel(storage)
+    else:
+        prepare, rows_of, add_panel = _make_integer_panel(storage)
+    columns = COLUMNS
+
+    @numba.njit(nogil=True)
+    def multiply_panel(x, prepared, panel, weight, scale, output, keep):
+        rows, outputs = output.shape
+        begin, end = panel * columns, min((panel + 1) * columns, outputs)
+        weight, scale = np.int64(weight), np.int64(scale)
+        if keep == 0:
+            output[:, begin:end] = 0
+        if end - begin == columns:
+            add_panel(x, prepared, panel, weight, scale, output.ctypes.data + begin * 4, outputs * 4)
+            return output.size
+        rest = np.zeros((rows, columns), np.float32)  # the last panel has fewer columns in the output
+        add_panel(x, prepared, panel, weight, scale, rest.ctypes.data, columns * 4)
+        output[:, begin:end] += rest[:, : end - begin]
+        return rest.size  # numba frees an array after its last use, and an address does not count as a use
+
+    return prepare, rows_of, multiply_panel
+
+
+def _make_float_panel(storage: FloatStorage) -> tuple[Function, Function, Function]:
+    """Return ``prepare`` and ``rows_of`` as in ``_make_panel_product``, and ``add_panel``.
+
+    ``add_panel(x, prepared, panel, weight, scale, target, stride)`` adds the product of ``x`` and a panel to the 64
+    columns at the address ``target``, whose rows are ``stride`` bytes apart.
     """
     add_part, columns = _make_add_part(storage), COLUMNS
     most = _MANY_PANEL_ROWS if storage == "float32" or multiplies_tiles() else _FEW_PANEL_ROWS
@@ -97,12 +153,17 @@ def _make_float_panel(storage: FloatStorage) -> tuple[Function, Function]:
             part, size = weight + (panel * inputs + first) * columns * 4, count * columns * 4
             add_part(prepared, first, count, part, target, stride, part + size, size)
 
-    return paired if storage == "bfloat16" else _unchanged, add_panel
+    return paired if storage == "bfloat16" else _unchanged, _rows_of, add_panel
 
 
 @numba.njit(nogil=True)
 def _unchanged(x):
     return x
+
+
+@numba.njit(nogil=True)
+def _rows_of(prepared, first, last):
+    return prepared[first:last]
 
 
 def _make_add_part(storage: FloatStorage) -> Function:
@@ -167,7 +228,7 @@ def _make_add_rows(make: Callable[[int], Function], most: int) -> Function:
     return function
 
 
-def _make_integer_panel(storage: IntegerStorage) -> tuple[Function, Function]:
+def _make_integer_panel(storage: IntegerStorage) -> tuple[Function, Function, Function]:
     """Return functions as ``_make_float_panel``."""
     bits = 8 if storage == "int8" else 4
     block, most, group, columns, line = most_rows(), _WIDENED_ROWS, INTEGER_GROUP, COLUMNS, _LINE
@@ -180,15 +241,18 @@ def _make_integer_panel(storage: IntegerStorage) -> tuple[Function, Function]:
     def prepare(x):
         """Return the sum of each group of ``x``, and memory for a part of a panel."""
         rows, groups = x.shape[0], x.shape[1] // group
-        if rows > block:
-            return np.empty((0, 0), np.float32), np.empty(most * columns + line // 4, np.float32)
         sums = np.zeros((rows, groups), np.float32)
         if bits == 4:
             for row in range(rows):
                 for index in range(groups):
                     for i in range(index * group, (index + 1) * group):
                         sums[row, index] += x[row, i]
-        return sums, np.empty(0, np.float32)
+        return sums, np.empty(most * columns + line // 4, np.float32)
+
+    @numba.njit(nogil=True)
+    def rows_of(prepared, first, last):
+        sums, buffer = prepared
+        return sums[first:last], buffer
 
     @numba.njit(nogil=True)
     def add_panel(x, prepared, panel, weight, scale, target, stride):
@@ -210,7 +274,7 @@ def _make_integer_panel(storage: IntegerStorage) -> tuple[Function, Function]:
             integers, factors = weight + index * stored * columns, scale + index * scales
             add_rows(rows, source, distance, integers, stored, target, stride, factors, total, groups * 4)
 
-    return prepare, add_panel
+    return prepare, rows_of, add_panel
 
 
 @cache

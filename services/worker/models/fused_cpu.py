@@ -2,37 +2,42 @@
 
 A decode step of a small model runs hundreds of operators that take a few microseconds each. Called from Python, each
 operator acquires the interpreter lock again, so concurrent threads block one another. Here a thread releases the lock
-once for all layers.
+once for all layers. Several threads share the work of each operator, so that each weight is read once in a step.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeGuard
 
 import numba
 import numpy as np
 import torch
 
-from services.worker.attention.attend_cpu import new_scores
-from services.worker.attention.base import AttentionBatch
 from services.worker.attention.fast_cpu import STORAGES
 from services.worker.attention.kernels import ELEMENTS, Storage, kernels, pages_of
 from services.worker.attention.kv_cache import KvCache
 from services.worker.described.config import ModelConfig
-from services.worker.described.layer import AnyValue, LayerConfig, MlpConfig, SupportedValues, undeclared
+from services.worker.described.layer import AnyValue, LayerConfig, SupportedValues, undeclared
 from services.worker.layers import matmul_cpu
 from services.worker.layers.bfloat16_cpu import widened
 from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.fast_cpu import FastCpuKernels, compiled
+from services.worker.layers.lanes_cpu import LANES
 from services.worker.layers.linear import AnyLinear
 from services.worker.layers.linear_cpu import WithAddress, addresses, storage_of
-from services.worker.layers.products_cpu import WeightStorage, make_product
+from services.worker.layers.products_cpu import WeightStorage, make_team_product
+from services.worker.layers.team_cpu import Team, claim, finish, new_counters, wait
 from services.worker.models.base import RankModel
 from services.worker.models.decoder import DecoderLayer, DecoderModel
 from services.worker.sampling.plain_cpu import PlainHead
 
 _MATRIX, _CUBE, _INDICES = numba.float32[:, ::1], numba.float32[:, :, ::1], numba.int64[::1]
 _NO_WINDOW = 1 << 62  # exceeds any context
+# Bytes of weights of a thread's share of a step. Waking a thread for less takes longer than reading them.
+_THREAD_BYTES = 4 << 20
+_PHASES = 8  # of a layer
+_THREAD_ITEMS = 4  # into which a thread's share of the rows is divided
 # The layers that ``FusedDecoder`` computes. They may differ in their windows only.
 SUPPORTED: SupportedValues = {
     "qk_norm": ("none", "per_head"),
@@ -70,6 +75,9 @@ class FusedDecoder:
         self._rotation = model.rotaries[0]
         self._multiplier = np.float32(model.vocabulary.multiplier)
         self._tokens = cache.tokens.numpy()
+        self._phases, self._workspace = _PHASES * len(model.layers) + 2, workspace_size(config)
+        read = sum(tensor.nbytes for layer in model.layers for tensor in layer.state_dict().values())
+        self._most_threads = max(1, read // _THREAD_BYTES)
         head = model.head
         # Draws the tokens of rows that need at most a temperature. None = the head has another form, or logits change.
         self.plain_head = PlainHead(head) if isinstance(head, WithAddress) and config.final_soft_cap is None else None
@@ -87,14 +95,26 @@ class FusedDecoder:
         self._norms = _rows([*norms, self._norm])
         self._head_norms = np.stack([_rows([each.attention.q_norm, each.attention.k_norm]) for each in layers])
 
-    def __call__(self, last_tokens: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def __call__(
+        self,
+        last_tokens: torch.Tensor,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        page_table: np.ndarray,
+        team: Team | None = None,
+    ) -> torch.Tensor:
         """Return the result of ``DecoderModel.forward`` for tokens that do not attend to one another.
 
-        They are the ``last_tokens [slots]`` int64 of the slots of ``batch``, and are stored in the cache.
+        They are the ``last_tokens [all slots]`` int64 of ``slots [tokens]``, at ``positions [tokens]`` of their
+        sequences, and are stored in the cache. ``page_table`` is that of all slots. ``team`` shares the work; None =
+        the calling thread does all.
         """
-        hidden = np.empty((len(batch.positions), self._hidden_size), np.float32)
-        self._forward(
+        hidden = np.empty((len(positions), self._hidden_size), np.float32)
+        threads = 1 if team is None else min(team.size, self._most_threads)
+        arguments = (
+            new_counters(self._phases, threads),
             hidden,
+            np.empty(len(positions) * self._workspace, np.float32),
             last_tokens.numpy(),
             self._tokens,
             self._embeddings,
@@ -102,17 +122,19 @@ class FusedDecoder:
             self._rotation.cos.numpy(),
             self._rotation.sin.numpy(),
             self._windows,
-            batch.token_slots,
-            batch.positions,
-            batch.page_table,
+            slots,
+            positions,
+            page_table,
             self._keys,
             self._values,
             self._weights,
             self._norms,
             self._head_norms,
             *self._biases,
-            new_scores(self._group, int(batch.positions.max()) + 1),
         )
+        if team is not None:
+            team.assist([partial(self._forward, thread, *arguments) for thread in range(1, threads)])
+        self._forward(0, *arguments)
         return torch.from_numpy(hidden)
 
 
@@ -163,86 +185,160 @@ def make_forward(
 
     ``weights`` is the storage of weights, ``cached`` that of keys and values, and ``embedded`` that of embeddings.
     """
-    product = make_product(weights)
+    product = make_team_product(weights)
     heads, kv_heads, head_dim, width = config.heads, config.kv_heads, config.head_dim, config.intermediate_size
     half, eps, score_scale = head_dim // 2, np.float32(config.norm_eps), np.float32(attention_scale)
-    store, attend = kernels(head_dim, heads // kv_heads, page_size, cached)
+    group, rotated, hidden_size = heads // kv_heads, heads + kv_heads, config.hidden_size
+    store, attend = kernels(head_dim, group, page_size, cached)
     norm, gate = compiled().norm, compiled().gate
     qk_norm = layer.attention.qk_norm == "per_head"
-    mlp_bias = isinstance(layer.mlp, MlpConfig) and layer.mlp.mlp_bias
-    qkv_bias, output_bias = layer.attention.qkv_bias, layer.attention.output_bias
+    phases, thread_items, lanes = _PHASES, _THREAD_ITEMS, LANES
 
-    def forward(
-        hidden, last_tokens, stored_tokens, embeddings, multiplier, cos, sin, windows, slots, positions, table, keys,
-        values, weights, norms, head_norms, qkv_biases, output_biases, gate_up_biases, down_biases, scores,
-    ):  # fmt: skip
-        """Write the normalised hidden states of the last token of each of ``slots [tokens]``.
-
-        ``hidden [tokens, hidden_size]``; ``last_tokens [all slots]``; ``stored_tokens [pages, page_size]``;
-        ``embeddings [panels, hidden_size / n, columns, n]``; ``cos``/``sin [all positions, head_dim]``; ``windows
-        [layers]``; ``positions [tokens]``; ``keys``/``values [layers, pages, kv_heads, page_size, head_dim]``;
-        ``weights [layers, 4, 2]``, addresses of weight and scale; ``norms [2 * layers + 1, hidden_size]``;
-        ``head_norms [layers, 2, head_dim]``; biases ``[layers, outputs]``; ``scores`` is the workspace of ``attend``.
-        """
-        tokens, rotated = hidden.shape[0], heads + kv_heads
-        order, lengths = np.arange(tokens), positions + 1
-        columns, together = embeddings.shape[2], embeddings.shape[3]
-        x, normed = np.empty_like(hidden), np.empty_like(hidden)
-        for token in range(tokens):
+    @numba.njit(nogil=True)
+    def embed(thread, counters, phase, x, last_tokens, stored_tokens, embeddings, multiplier, slots, positions, table):
+        tokens, columns, together = len(x), embeddings.shape[2], embeddings.shape[3]
+        token = claim(counters, phase, tokens, thread)
+        while token < tokens:
             position, token_id = positions[token], last_tokens[slots[token]]
             stored_tokens[table[slots[token], position // page_size], position % page_size] = token_id
             panel, column = token_id // columns, token_id % columns
             for i in range(embeddings.shape[1]):
                 for j in range(together):
                     x[token, i * together + j] = widened(embeddings[panel, i, column, j]) * multiplier
-        qkv = np.empty((tokens, heads + 2 * kv_heads, head_dim), np.float32)
-        flat = qkv.reshape(tokens, (heads + 2 * kv_heads) * head_dim)
-        attended = np.empty((tokens, heads * head_dim), np.float32)
-        gate_up = np.empty((tokens, 2 * width), np.float32)
-        gated = np.empty((tokens, width), np.float32)
-        for layer in range(weights.shape[0]):
-            norm(x, norms[2 * layer], eps, normed)
-            product(normed, weights[layer, 0, 0], weights[layer, 0, 1], flat, np.float32(0))
-            if qkv_bias:
-                flat += qkv_biases[layer]
-            for token in range(tokens):
-                for head in range(rotated):
-                    if qk_norm:
-                        which = 0 if head < heads else 1
-                        total = np.float32(0)
-                        for i in range(head_dim):
-                            total += qkv[token, head, i] * qkv[token, head, i]
-                        scale = np.float32(1) / np.sqrt(total / np.float32(head_dim) + eps)
-                        for i in range(head_dim):
-                            qkv[token, head, i] *= scale * head_norms[layer, which, i]
-                    at = positions[token]
-                    for i in range(half):
-                        low, high = qkv[token, head, i], qkv[token, head, half + i]
-                        qkv[token, head, i] = low * cos[at, i] + high * sin[at, i]
-                        qkv[token, head, half + i] = high * cos[at, half + i] + low * sin[at, half + i]
-            store(qkv[:, heads:rotated], qkv[:, rotated:], keys[layer], values[layer], slots, positions, table)
-            firsts = np.maximum(lengths - windows[layer], 0)
-            attend(
-                qkv[:, :heads], keys[layer], values[layer], order, slots, firsts, lengths, table, score_scale,
-                scores, attended,
+            finish(counters, phase)
+            token = claim(counters, phase, tokens, thread)
+        wait(counters, phase, tokens)
+
+    @numba.njit(nogil=True)
+    def normalize(thread, counters, phase, pieces, x, weight, output):
+        piece = claim(counters, phase, pieces, thread)
+        while piece < pieces:
+            first, last = len(x) * piece // pieces, len(x) * (piece + 1) // pieces
+            norm(x[first:last], weight, eps, output[first:last])
+            finish(counters, phase)
+            piece = claim(counters, phase, pieces, thread)
+        wait(counters, phase, pieces)
+
+    @numba.njit(nogil=True)
+    def multiply_gates(thread, counters, phase, pieces, gate_up, output):
+        piece = claim(counters, phase, pieces, thread)
+        while piece < pieces:
+            first, last = len(output) * piece // pieces, len(output) * (piece + 1) // pieces
+            gate(gate_up[first:last], output[first:last])
+            finish(counters, phase)
+            piece = claim(counters, phase, pieces, thread)
+        wait(counters, phase, pieces)
+
+    @numba.njit(nogil=True)
+    def rotate(states, positions, cos, sin, weight):
+        """Normalise and rotate queries or keys ``states [tokens, heads, head_dim]``."""
+        for token in range(states.shape[0]):
+            at = positions[token]
+            for head in range(states.shape[1]):
+                if qk_norm:
+                    total = np.float32(0)
+                    for i in range(head_dim):
+                        total += states[token, head, i] * states[token, head, i]
+                    scale = np.float32(1) / np.sqrt(total / np.float32(head_dim) + eps)
+                    for i in range(head_dim):
+                        states[token, head, i] *= scale * weight[i]
+                for i in range(half):
+                    low, high = states[token, head, i], states[token, head, half + i]
+                    states[token, head, i] = low * cos[at, i] + high * sin[at, i]
+                    states[token, head, half + i] = high * cos[at, half + i] + low * sin[at, half + i]
+
+    @numba.njit(nogil=True)
+    def attend_rows(
+        thread, counters, phase, pieces, parts, qkv, cos, sin, window, slots, positions, table, keys, values,
+        head_norms, scores, attended,
+    ):  # fmt: skip
+        """Rotate, store and attend. An item is one of ``pieces`` of the rows and one of ``parts`` of the kv heads."""
+        tokens, items = len(qkv), pieces * parts
+        lengths, order = positions + 1, np.arange(tokens)
+        firsts = np.maximum(lengths - window, 0)
+        item = claim(counters, phase, items, thread)
+        while item < items:
+            piece, part = item // parts, item % parts
+            begin, end = tokens * piece // pieces, tokens * (piece + 1) // pieces
+            first, last = kv_heads * part // parts, kv_heads * (part + 1) // parts
+            queries, new_keys = qkv[:, first * group : last * group], qkv[:, heads + first : heads + last]
+            new_values = qkv[:, rotated + first : rotated + last]
+            rotate(queries[begin:end], positions[begin:end], cos, sin, head_norms[0])
+            rotate(new_keys[begin:end], positions[begin:end], cos, sin, head_norms[1])
+            store(
+                new_keys[begin:end], new_values[begin:end], keys, values, slots[begin:end], positions[begin:end], table,
+                first,
             )  # fmt: skip
-            product(attended, weights[layer, 1, 0], weights[layer, 1, 1], x, np.float32(1))
-            if output_bias:
-                x += output_biases[layer]
-            norm(x, norms[2 * layer + 1], eps, normed)
-            product(normed, weights[layer, 2, 0], weights[layer, 2, 1], gate_up, np.float32(0))
-            if mlp_bias:
-                gate_up += gate_up_biases[layer]
-            gate(gate_up, gated)
-            product(gated, weights[layer, 3, 0], weights[layer, 3, 1], x, np.float32(1))
-            if mlp_bias:
-                x += down_biases[layer]
-        norm(x, norms[2 * weights.shape[0]], eps, hidden)
+            attend(
+                queries, keys, values, order[begin:end], slots[begin:end], firsts[begin:end], lengths[begin:end], table,
+                score_scale, scores, attended, first,
+            )  # fmt: skip
+            finish(counters, phase)
+            item = claim(counters, phase, items, thread)
+        wait(counters, phase, items)
+
+    def forward(
+        thread, counters, hidden, workspace, last_tokens, stored_tokens, embeddings, multiplier, cos, sin, windows,
+        slots, positions, table, keys, values, weights, norms, head_norms, qkv_biases, output_biases, gate_up_biases,
+        down_biases,
+    ):  # fmt: skip
+        """Write the normalised hidden states of the last token of each of ``slots [tokens]``.
+
+        Each thread of a team may call it with its number, and otherwise the same arguments. ``counters`` are those of
+        the team; ``hidden [tokens, hidden_size]``; ``workspace [tokens * workspace_size]``; ``last_tokens [all
+        slots]``; ``stored_tokens [pages, page_size]``; ``embeddings [panels, hidden_size / n, columns, n]``;
+        ``cos``/``sin [all positions, head_dim]``; ``windows [layers]``; ``positions [tokens]``; ``keys``/``values
+        [layers, pages, kv_heads, page_size, head_dim]``; ``weights [layers, 4, 2]``, addresses of weight and scale;
+        ``norms [2 * layers + 1, hidden_size]``; ``head_norms [layers, 2, head_dim]``; biases ``[layers, outputs or
+        0]``.
+        """
+        tokens, threads, start = hidden.shape[0], counters.shape[1] - 1, 0
+        x = workspace[: tokens * hidden_size].reshape(tokens, hidden_size)
+        start += x.size
+        normed = workspace[start : start + tokens * hidden_size].reshape(tokens, hidden_size)
+        start += normed.size
+        flat = workspace[start : start + tokens * (rotated + kv_heads) * head_dim].reshape(tokens, -1)
+        qkv = flat.reshape(tokens, rotated + kv_heads, head_dim)
+        start += flat.size
+        attended = workspace[start : start + tokens * heads * head_dim].reshape(tokens, heads * head_dim)
+        start += attended.size
+        gate_up = workspace[start : start + tokens * 2 * width].reshape(tokens, 2 * width)
+        start += gate_up.size
+        gated = workspace[start : start + tokens * width].reshape(tokens, width)
+        pieces = min(tokens, thread_items * threads)
+        parts = kv_heads if tokens < 2 * threads else 1
+        scores = np.empty((group, positions.max() + 1 + lanes), np.float32)
+        zero, one = np.float32(0), np.float32(1)
+        embed(thread, counters, 0, x, last_tokens, stored_tokens, embeddings, multiplier, slots, positions, table)
+        for layer in range(weights.shape[0]):
+            address, phase = weights[layer], 1 + phases * layer
+            normalize(thread, counters, phase, pieces, x, norms[2 * layer], normed)
+            product(thread, counters, phase + 1, normed, address[0, 0], address[0, 1], qkv_biases[layer], flat, zero)
+            attend_rows(
+                thread, counters, phase + 2, pieces, parts, qkv, cos, sin, windows[layer], slots, positions, table,
+                keys[layer], values[layer], head_norms[layer], scores, attended,
+            )  # fmt: skip
+            product(thread, counters, phase + 3, attended, address[1, 0], address[1, 1], output_biases[layer], x, one)
+            normalize(thread, counters, phase + 4, pieces, x, norms[2 * layer + 1], normed)
+            product(
+                thread, counters, phase + 5, normed, address[2, 0], address[2, 1], gate_up_biases[layer], gate_up,
+                zero,
+            )  # fmt: skip
+            multiply_gates(thread, counters, phase + 6, pieces, gate_up, gated)
+            product(thread, counters, phase + 7, gated, address[3, 0], address[3, 1], down_biases[layer], x, one)
+        normalize(thread, counters, 1 + phases * weights.shape[0], pieces, x, norms[2 * weights.shape[0]], hidden)
 
     pages, page_table = (ELEMENTS[cached][:, :, :, :, ::1],) * 2, numba.int32[:, ::1]
     signature = numba.void(
-        *(_MATRIX, _INDICES, page_table, ELEMENTS[embedded][:, :, :, ::1], numba.float32, _MATRIX, _MATRIX),
+        *(numba.int64, numba.int64[:, :, ::1], _MATRIX, numba.float32[::1], _INDICES, page_table),
+        *(ELEMENTS[embedded][:, :, :, ::1], numba.float32, _MATRIX, _MATRIX),
         *(_INDICES, _INDICES, _INDICES, page_table, *pages, numba.int64[:, :, ::1]),
-        *(_MATRIX, _CUBE, _MATRIX, _MATRIX, _MATRIX, _MATRIX, _MATRIX),
+        *(_MATRIX, _CUBE, _MATRIX, _MATRIX, _MATRIX, _MATRIX),
     )
     return compile_function(forward, signature, keep=False)
+
+
+def workspace_size(config: ModelConfig) -> int:
+    """Return the number of float32 values that ``make_forward``'s function needs for a token, beside its result."""
+    attention = (2 * config.heads + 2 * config.kv_heads) * config.head_dim
+    return 2 * config.hidden_size + attention + 3 * config.intermediate_size

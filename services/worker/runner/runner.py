@@ -6,7 +6,7 @@ Every rank of a replica receives the same plans; see ``runner/peers.py``.
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from services.worker.runner.routed_experts import ExpertRecorder, find_routed
 from services.worker.runner.shards import ShardThreads
 from services.worker.sampling.grammars import RowMasks, SlotGrammars
 from services.worker.sampling.prompt_logprobs import score
-from services.worker.sampling.sampler import sample
+from services.worker.sampling.sampler import PlainSampler, sample
 from services.worker.step.output import NOTHING_SAMPLED, Failure, Sampled, StepOutput
 from services.worker.step.slots import SlotTable
 
@@ -202,6 +202,8 @@ class StepRunner:
 
     def _compute(self, inputs: StepInputs, entering: Entering | None, timing: Timing) -> list[Outcome]:
         """Run the shards. ``entering``: None = the fused decoder runs, which reads the last tokens itself."""
+        if entering is None:
+            return self._decode(inputs, timing)
         barrier = None if inputs.independent else self._barriers.get(len(inputs.shards))
         timings = [timing, *(Timing() for _ in inputs.shards[1:])]  # the timing of the first shard is the step's
         jobs = [
@@ -210,30 +212,39 @@ class StepRunner:
         ]
         return self._threads.run(jobs, barrier)
 
+    def _decode(self, inputs: StepInputs, timing: Timing) -> list[Outcome]:
+        """Run a step whose rows all decode. The threads share the work of the fused decoder and of its head."""
+        fused, table = cast("FusedDecoder", self._fused), self._slots
+        slots, sampled = inputs.last_slots, inputs.positions + 1
+        started = time.perf_counter_ns()
+        hidden = fused(table.last_tokens, slots, inputs.positions, table.page_table, self._threads)
+        forwarded = time.perf_counter_ns()
+        timing.forward += forwarded - started
+        if fused.plain_head is not None and table.are_plain(slots, sampled):
+            outcomes = [self._sample(hidden, slots, sampled, partial(fused.plain_head, team=self._threads))]
+        else:
+            jobs = [partial(self._sample_shard, shard, hidden[shard.start : shard.end]) for shard in inputs.shards]
+            outcomes = self._threads.run(jobs)
+        timing.sample += time.perf_counter_ns() - forwarded
+        return [(each, []) for each in outcomes]
+
     @torch.inference_mode()
     def _compute_shard(
-        self,
-        shard: Shard,
-        entering: Entering | None,
-        barrier: threading.Barrier | None,
-        timing: Timing,
+        self, shard: Shard, entering: Entering, barrier: threading.Barrier | None, timing: Timing
     ) -> Outcome:
         started = time.perf_counter_ns()
-        if entering is None:
-            hidden = self._fused(self._slots.last_tokens, shard.attention)  # type: ignore[misc]  # set if None enters
-        else:
-            inputs, positions = (tensor[shard.start : shard.end] for tensor in entering)
-            wait = (lambda: None) if barrier is None else barrier.wait
-            attention = self._attention.step(shard.attention, wait)
-            keep = self._kept(shard)
-            hidden = self.model(inputs, positions, attention, keep, self._peers.exchange(len(positions)))
+        inputs, positions = (tensor[shard.start : shard.end] for tensor in entering)
+        wait = (lambda: None) if barrier is None else barrier.wait
+        attention = self._attention.step(shard.attention, wait)
+        keep = self._kept(shard)
+        hidden = self.model(inputs, positions, attention, keep, self._peers.exchange(len(positions)))
         forwarded = time.perf_counter_ns()
         timing.forward += forwarded - started
         if not self.model.last:
             self._peers.send_hidden(hidden, shard.sample_slots)
             return NOTHING_SAMPLED, []
         scored = self._score(shard, hidden)
-        sampled = self._sample(shard, hidden)
+        sampled = self._sample_shard(shard, hidden)
         if len(sampled.slots) or scored:
             timing.sample += time.perf_counter_ns() - forwarded
         return sampled, scored
@@ -253,23 +264,22 @@ class StepRunner:
         """Score prompt tokens by the shard's ``hidden [tokens, hidden_size]``."""
         return [score(hidden, self.model.logits, each, self._slots, self.limits.vocab_size) for each in shard.scores]
 
-    def _sample(self, shard: Shard, hidden: torch.Tensor) -> Sampled:
+    def _sample_shard(self, shard: Shard, hidden: torch.Tensor) -> Sampled:
         """Sample tokens from ``hidden``, which has all tokens of the shard or only the sampled ones."""
         if len(shard.sample_slots) == 0:
             return NOTHING_SAMPLED
         if len(shard.sample_slots) < hidden.shape[0]:  # otherwise the model returned the sampled tokens only
             hidden = hidden[torch.from_numpy(shard.sample_tokens).to(self._device)]
-        return sample(
-            hidden,
-            self.model.logits,
-            shard.sample_slots,
-            shard.sample_positions,
-            self._slots,
-            self.limits.vocab_size,
-            self.cache.tokens,
-            self._masks(shard.sample_slots),
-            None if self._fused is None else self._fused.plain_head,
-        )
+        plain = None if self._fused is None else self._fused.plain_head
+        return self._sample(hidden, shard.sample_slots, shard.sample_positions, plain)
+
+    @torch.inference_mode()
+    def _sample(
+        self, hidden: torch.Tensor, slots: np.ndarray, positions: np.ndarray, plain: PlainSampler | None
+    ) -> Sampled:
+        """Sample a token for each row of ``hidden``, with the arguments of ``sample``."""
+        vocab, tokens, masks = self.limits.vocab_size, self.cache.tokens, self._masks(slots)
+        return sample(hidden, self.model.logits, slots, positions, self._slots, vocab, tokens, masks, plain)
 
     def _masks(self, slots: np.ndarray) -> RowMasks | None:
         """Return the grammar masks of rows that sample for ``slots [samples]``. Mark slots with failed grammars."""

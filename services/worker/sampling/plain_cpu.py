@@ -5,7 +5,7 @@ concurrent threads block one another. Tokens are those of ``draw``, except for n
 the largest value of a block may differ in the last bits.
 """
 
-from functools import cache
+from functools import cache, partial
 from math import log
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.lanes_cpu import LANES, LOG2_E, weigh
 from services.worker.layers.linear_cpu import WithAddress, addresses, storage_of
-from services.worker.layers.products_cpu import WeightStorage, compiled_product
+from services.worker.layers.products_cpu import WeightStorage, make_team_product
+from services.worker.layers.team_cpu import Team, claim, finish, new_counters, wait
 from services.worker.sampling.noise_cpu import gumbel
 from services.worker.step.noise import NOISE_BLOCK
 
@@ -31,43 +32,55 @@ class PlainHead:
         self._width, (self._weight, self._scale) = head.width, addresses(head)
         self._choose = _compiled(storage_of(head))
 
-    def __call__(self, hidden: torch.Tensor, scales: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(
+        self, hidden: torch.Tensor, scales: np.ndarray, keys: np.ndarray, team: Team | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens, int64, and whether all logits are finite, for ``hidden [rows, hidden_size]`` float32.
 
         ``scales [rows]`` float32 are those of ``scales_of``, and ``keys [rows, 2]`` int32 those of ``row_keys``.
+        ``team`` shares the work; None = the calling thread does all.
         """
-        rows = len(hidden)
+        rows, threads = len(hidden), 1 if team is None else team.size
         chosen, finite = np.empty(rows, np.int64), np.empty(rows, np.bool_)
-        words = keys.view(np.uint32)
-        self._choose(hidden.numpy(), self._weight, self._scale, self._width, scales, words, chosen, finite)
+        logits = np.empty((min(rows, _ROWS), self._width), np.float32)
+        counters, words = new_counters(2 * -(-rows // _ROWS), threads), keys.view(np.uint32)
+        arguments = counters, hidden.numpy(), self._weight, self._scale, logits, scales, words, chosen, finite
+        if team is not None:
+            team.assist([partial(self._choose, thread, *arguments) for thread in range(1, threads)])
+        self._choose(0, *arguments)
         return chosen, finite
 
 
 @cache
 def _compiled(storage: WeightStorage) -> Any:
     """Return the function of ``PlainHead``. The first call compiles it."""
-    product, draw, most = compiled_product(storage), _compiled_draw(), _ROWS
+    product, draw, most = make_team_product(storage), _compiled_draw(), _ROWS
 
-    def choose(hidden, weight, scale, width, scales, keys, chosen, finite):
-        logits = np.empty((min(len(hidden), most), width), np.float32)
-        block = np.empty(NOISE_BLOCK + LANES, np.float32)
+    def choose(thread, counters, hidden, weight, scale, logits, scales, keys, chosen, finite):
+        """Choose the tokens. Each thread of a team may call it with its number."""
+        block, no_bias = np.empty(NOISE_BLOCK + LANES, np.float32), np.empty(0, np.float32)
         for start in range(0, len(hidden), most):
-            inputs = hidden[start : start + most]
-            product(inputs, weight, scale, logits[: len(inputs)])
-            for index in range(len(inputs)):
+            inputs, phase = hidden[start : start + most], 2 * (start // most)
+            rows = len(inputs)
+            product(thread, counters, phase, inputs, weight, scale, no_bias, logits[:rows], np.float32(0))
+            index = claim(counters, phase + 1, rows, thread)
+            while index < rows:
                 row, values = start + index, logits[index]
                 total = np.float32(0)
-                for i in range(width):
-                    total += values[i]
+                for value in values:
+                    total += value
                 finite[row] = abs(total) < np.inf
                 if scales[row] == 0 or not finite[row]:
                     chosen[row] = _largest(values)
                 else:
                     chosen[row] = draw(values, scales[row], keys[row, 0], keys[row, 1], block)
+                finish(counters, phase + 1)
+                index = claim(counters, phase + 1, rows, thread)
+            wait(counters, phase + 1, rows)
 
     integer, rows = numba.int64, numba.float32[:, ::1]
     signature = numba.void(
-        *(rows, integer, integer, integer, numba.float32[::1], numba.uint32[:, ::1]),
+        *(integer, integer[:, :, ::1], rows, integer, integer, rows, numba.float32[::1], numba.uint32[:, ::1]),
         *(integer[::1], numba.boolean[::1]),
     )
     return compile_function(choose, signature, keep=False)

@@ -15,6 +15,8 @@ from services.worker.step.noise import COLDEST, keys_at, row_keys
 from services.worker.step.output import Sampled
 from services.worker.step.slots import SlotTable
 
+# From hidden rows with their scales and keys to tokens, and to whether their logits are finite, as ``PlainHead``.
+PlainSampler = Callable[[torch.Tensor, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 # Logits of one slice, in elements: 64 MiB in float32.
 SLICE_ELEMENTS = 16 * 1024 * 1024
 
@@ -28,15 +30,14 @@ def sample(
     vocab_size: int,
     tokens: torch.Tensor | None = None,
     masks: RowMasks | None = None,
-    plain: Callable[[torch.Tensor, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None,
+    plain: PlainSampler | None = None,
 ) -> Sampled:
     """Sample a token for each row of ``hidden [rows, hidden_size]``; row i belongs to slot ``slots[i]``.
 
     ``positions [rows]`` are the positions of the sampled tokens in their sequences. ``to_logits`` maps hidden rows to
     float32 logits that may be overwritten. ``tokens [page_count, page_size]`` int32 are the cache's token ids, which
-    rows with penalties or a thinking budget need. ``masks`` are the masks of rows with a grammar. ``plain`` maps
-    hidden rows with their scales and keys to tokens, and to whether their logits are finite, as ``PlainHead`` does. It
-    is used if no row needs more than a temperature.
+    rows with penalties or a thinking budget need. ``masks`` are the masks of rows with a grammar. ``plain`` is
+    used if no row needs more than a temperature.
 
     The order is: bias, penalties, masks, forced tokens, temperature, top-k, top-p, min-p. Raw log-probabilities are
     computed after the penalties, processed ones after all steps.
