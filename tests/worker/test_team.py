@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from services.common.config import WorkerConfig
 from services.worker.boot.common import boot
+from services.worker.layers import team_cpu
 from services.worker.layers.integers import IntegerLinear
 from services.worker.layers.linear_cpu import addresses, storage_of
 from services.worker.layers.panels import PanelLinear
 from services.worker.layers.products_cpu import make_product, make_team_product
 from services.worker.layers.team_cpu import claim, finish, new_counters, wait
-from services.worker.models import fused_cpu
 from services.worker.runner.shards import ShardThreads
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.test_panels import random
@@ -103,7 +103,7 @@ def test_a_product_of_a_team_is_that_of_one_thread(kind):
 @pytest.mark.parametrize("others", [{}, {"top_p": 0.9}], ids=["plain", "with top-p"])
 def test_tokens_do_not_depend_on_the_number_of_threads(architecture, others, checkpoint, monkeypatch):
     """One row is decoded first, and later 20, so that threads share heads, and then rows."""
-    monkeypatch.setattr(fused_cpu, "_THREAD_BYTES", 1)
+    monkeypatch.setattr(team_cpu, "_THREAD_BYTES", 1)
     found = []
     for threads in (1, 3):
         flags = {"device": "cpu", "kv_cache_num_tokens": 2048, "torch_num_threads": threads}

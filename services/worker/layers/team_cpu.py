@@ -18,6 +18,9 @@ from numba.extending import intrinsic
 from services.worker.layers.lanes_cpu import int64
 
 _LINE = 8  # integers of a cache line
+# Bytes of weights that a thread reads at least, since waking a thread for less takes longer than reading them, and the
+# rows by which they are multiplied in the time of a read.
+_THREAD_BYTES, _PASS_ROWS = 4 << 20, 4
 # How often a thread looks for the end of a phase before it offers its processor to other threads each time.
 _SPINS = 2000
 _HAS_PAUSE = platform.machine() in ("x86_64", "AMD64")
@@ -33,6 +36,14 @@ class Team(Protocol):
 
     def assist(self, jobs: Sequence[Callable[[], object]]) -> None:
         """Start the jobs in other threads, and do not wait for them. They may start late."""
+
+
+def team_size(team: Team | None, weight_bytes: int, rows: int) -> int:
+    """Return how many threads of ``team`` shall multiply ``rows`` rows by weights of ``weight_bytes``."""
+    if team is None:
+        return 1
+    passes = -(-rows // _PASS_ROWS)
+    return min(team.size, max(1, weight_bytes * passes // _THREAD_BYTES))
 
 
 def new_counters(phases: int, threads: int) -> np.ndarray:

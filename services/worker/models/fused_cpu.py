@@ -27,15 +27,13 @@ from services.worker.layers.lanes_cpu import LANES
 from services.worker.layers.linear import AnyLinear
 from services.worker.layers.linear_cpu import WithAddress, addresses, storage_of
 from services.worker.layers.products_cpu import WeightStorage, make_team_product
-from services.worker.layers.team_cpu import Team, claim, finish, new_counters, wait
+from services.worker.layers.team_cpu import Team, claim, finish, new_counters, team_size, wait
 from services.worker.models.base import RankModel
 from services.worker.models.decoder import DecoderLayer, DecoderModel
 from services.worker.sampling.plain_cpu import PlainHead
 
 _MATRIX, _CUBE, _INDICES = numba.float32[:, ::1], numba.float32[:, :, ::1], numba.int64[::1]
 _NO_WINDOW = 1 << 62  # exceeds any context
-# Bytes of weights of a thread's share of a step. Waking a thread for less takes longer than reading them.
-_THREAD_BYTES = 4 << 20
 _PHASES = 8  # of a layer
 _THREAD_ITEMS = 4  # into which a thread's share of the rows is divided
 # The layers that ``FusedDecoder`` computes. They may differ in their windows only.
@@ -76,8 +74,7 @@ class FusedDecoder:
         self._multiplier = np.float32(model.vocabulary.multiplier)
         self._tokens = cache.tokens.numpy()
         self._phases, self._workspace = _PHASES * len(model.layers) + 2, workspace_size(config)
-        read = sum(tensor.nbytes for layer in model.layers for tensor in layer.state_dict().values())
-        self._most_threads = max(1, read // _THREAD_BYTES)
+        self._bytes = sum(tensor.nbytes for layer in model.layers for tensor in layer.state_dict().values())
         head = model.head
         # Draws the tokens of rows that need at most a temperature. None = the head has another form, or logits change.
         self.plain_head = PlainHead(head) if isinstance(head, WithAddress) and config.final_soft_cap is None else None
@@ -110,7 +107,7 @@ class FusedDecoder:
         the calling thread does all.
         """
         hidden = np.empty((len(positions), self._hidden_size), np.float32)
-        threads = 1 if team is None else min(team.size, self._most_threads)
+        threads = team_size(team, self._bytes, len(positions))
         arguments = (
             new_counters(self._phases, threads),
             hidden,

@@ -17,7 +17,7 @@ from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.lanes_cpu import LANES, LOG2_E, weigh
 from services.worker.layers.linear_cpu import WithAddress, addresses, storage_of
 from services.worker.layers.products_cpu import WeightStorage, make_team_product
-from services.worker.layers.team_cpu import Team, claim, finish, new_counters, wait
+from services.worker.layers.team_cpu import Team, claim, finish, new_counters, team_size, wait
 from services.worker.sampling.noise_cpu import gumbel
 from services.worker.step.noise import NOISE_BLOCK
 
@@ -30,7 +30,7 @@ class PlainHead:
     def __init__(self, head: WithAddress) -> None:
         """``head`` has no bias. It is read in place."""
         self._width, (self._weight, self._scale) = head.width, addresses(head)
-        self._choose = _compiled(storage_of(head))
+        self._bytes, self._choose = head.weight.nbytes, _compiled(storage_of(head))
 
     def __call__(
         self, hidden: torch.Tensor, scales: np.ndarray, keys: np.ndarray, team: Team | None = None
@@ -40,7 +40,8 @@ class PlainHead:
         ``scales [rows]`` float32 are those of ``scales_of``, and ``keys [rows, 2]`` int32 those of ``row_keys``.
         ``team`` shares the work; None = the calling thread does all.
         """
-        rows, threads = len(hidden), 1 if team is None else team.size
+        rows = len(hidden)
+        threads = team_size(team, self._bytes, rows)
         chosen, finite = np.empty(rows, np.int64), np.empty(rows, np.bool_)
         logits = np.empty((min(rows, _ROWS), self._width), np.float32)
         counters, words = new_counters(2 * -(-rows // _ROWS), threads), keys.view(np.uint32)
