@@ -16,7 +16,7 @@ from services.worker.layers.integers import IntegerLinear
 from services.worker.layers.linear_cpu import addresses, storage_of
 from services.worker.layers.panels import PanelLinear
 from services.worker.layers.products_cpu import make_product, make_team_product
-from services.worker.layers.team_cpu import claim, finish, new_counters, wait
+from services.worker.layers.team_cpu import claim, finish, new_counters, run_in_team, wait
 from services.worker.runner.shards import ShardThreads
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.test_panels import random
@@ -136,4 +136,26 @@ def test_threads_that_assist_run_while_the_caller_goes_on():
     started.wait(30)
     released.set()
     assert threads.run([lambda: 1, lambda: 2, lambda: 3]) == [1, 2, 3]
+    threads.close()
+
+
+def test_an_error_in_one_thread_ends_all_threads_and_reaches_the_caller():
+    """The other threads would wait forever for the item that the failed one has claimed."""
+    threads = ShardThreads(2)
+    claimed = threading.Event()
+
+    def work(thread: int, counters: np.ndarray) -> None:
+        if thread == 1:
+            claim(counters, 0, 2, thread)
+            claimed.set()
+            raise MemoryError("no memory for an item")
+        assert claimed.wait(30)
+        while (item := claim(counters, 0, 2, thread)) < 2:
+            finish(counters, 0)
+            assert item == 0
+        wait(counters, 0, 2)
+
+    with pytest.raises(MemoryError, match="no memory for an item"):
+        run_in_team(work, threads, 2, 1)
+    assert threads.run([lambda: 1, lambda: 2]) == [1, 2]
     threads.close()

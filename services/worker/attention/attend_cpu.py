@@ -113,6 +113,7 @@ def make_attend(head_dim: int, group: int, page_size: int, element: Any) -> Call
     return compile_function(attend, signature, constants=(head_dim, group, page_size, element.bitwidth))
 
 
+@numba.njit(nogil=True)
 def new_scores(group: int, longest: int) -> np.ndarray:
     """Return a workspace of ``attend`` for contexts of at most ``longest`` tokens."""
     return np.empty((group, longest + LANES), np.float32)

@@ -1,7 +1,6 @@
 """The boot: makes a runner from flags. Chooses the device, loads weights, sizes the cache and compiles every kernel."""
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -381,13 +380,14 @@ def _join_replica(
 
 
 def _threads(config: ChosenWorkerConfig, device: torch.device, ranks: Ranks) -> ShardThreads:
-    """Return the threads of a batch's shards, and set the number of threads of torch's operators.
+    """Return the threads of steps, and set the number of threads of torch's operators.
 
-    On a CPU, each shard runs in one thread and torch's operators use no further threads. Other cases have one shard.
+    On a CPU, they run shards or share operators, and torch's operators use no further threads. Other cases have one
+    thread.
     """
     if device.type != "cpu":
         return ShardThreads(1)
-    cores = len(os.sched_getaffinity(0))
+    cores = host.usable_processors()
     if not ranks.alone:  # one thread must call the collectives, in the same order on all ranks
         torch.set_num_threads(config.torch_num_threads or max(1, cores // ranks.size))
         return ShardThreads(1)

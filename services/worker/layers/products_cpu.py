@@ -40,7 +40,7 @@ _WIDENED_ROWS = 96
 # Rows of the input that are multiplied by all panels before the next. They stay in the second cache beside a panel.
 _INPUT_ROWS = 128
 # Items of each thread's share of a product, if each has at least this number of rows.
-_THREAD_ITEMS, _PIECE_ROWS = 8, 16
+_THREAD_ITEMS, _PIECE_ROWS = 8, 32
 _LINE = 64  # bytes of a cache line
 
 
@@ -73,7 +73,8 @@ def make_team_product(storage: WeightStorage) -> Function:
 
     ``product(thread, counters, phase, x, weight, scale, bias, output, keep)`` takes part in a phase as one of the
     team's threads. It computes ``output = x @ weight + keep * output + bias``, with the arguments of ``make_product``.
-    ``bias [outputs]`` float32 is empty if there is none. An output does not depend on the number of threads.
+    ``bias [outputs]`` float32 is empty if there is none. With AVX-512, an output does not depend on the number of
+    threads.
     """
     prepare, rows_of, multiply_panel = _make_panel_product(storage)
     columns, most, least, wanted = COLUMNS, _INPUT_ROWS, _PIECE_ROWS, _THREAD_ITEMS
@@ -104,7 +105,6 @@ def make_team_product(storage: WeightStorage) -> Function:
     return function
 
 
-@cache
 def _make_panel_product(storage: WeightStorage) -> tuple[Function, Function, Function]:
     """Return functions for products.
 

@@ -1,12 +1,14 @@
 """Work that the threads of a team share inside of compiled functions.
 
 The work is a sequence of phases, each of a number of items. Each thread has a share of consecutive items, and claims
-them one after the other, and then those of other threads. If no item is left, it waits until all items of the phase are
-finished. No thread must take part: if it starts late, it finds all items of a phase claimed, and goes on to the next.
+them one after the other, and then those of other threads. If no item is left, it blocks until all items of the phase
+are finished. Threads may be absent: if a thread starts late, it finds all items of a phase claimed, and goes on to the
+next.
 """
 
 import platform
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numba
@@ -15,9 +17,11 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from services.common.boundaries import errors_to
 from services.worker.layers.lanes_cpu import int64
 
 _LINE = 8  # integers of a cache line
+_FAILED = 1  # index in the first cache line of the counters of what is 1 after a thread has failed
 # Bytes of weights that a thread reads at least, since waking a thread for less takes longer than reading them, and the
 # rows by which they are multiplied in the time of a read.
 _THREAD_BYTES, _PASS_ROWS = 4 << 20, 4
@@ -35,15 +39,37 @@ class Team(Protocol):
         """Number of threads, the calling one included."""
 
     def assist(self, jobs: Sequence[Callable[[], object]]) -> None:
-        """Start the jobs in other threads, and do not wait for them. They may start late."""
+        """Start the jobs, which raise nothing, in other threads, and do not wait for them. They may start late."""
 
 
 def team_size(team: Team | None, weight_bytes: int, rows: int) -> int:
-    """Return how many threads of ``team`` shall multiply ``rows`` rows by weights of ``weight_bytes``."""
+    """Return the number of threads of ``team`` that multiply ``rows`` rows by weights of ``weight_bytes``."""
     if team is None:
         return 1
     passes = -(-rows // _PASS_ROWS)
     return min(team.size, max(1, weight_bytes * passes // _THREAD_BYTES))
+
+
+def run_in_team(
+    function: Callable[..., object], team: Team | None, threads: int, phases: int, *arguments: object
+) -> None:
+    """Run ``function(thread, counters, *arguments)`` in the calling thread, and in ``threads - 1`` others of ``team``.
+
+    Return when all ``phases`` are finished. If a thread raises an error before, the others end, and it is raised here.
+    """
+    counters, errors = new_counters(phases, threads), list[BaseException]()
+
+    def job(thread: int) -> None:
+        with errors_to(errors.append, BaseException):
+            function(thread, counters, *arguments)
+            return
+        counters[0, 0, _FAILED] = 1
+
+    if team is not None:
+        team.assist([partial(job, thread) for thread in range(1, threads)])
+    job(0)
+    if errors:
+        raise errors[0]
 
 
 def new_counters(phases: int, threads: int) -> np.ndarray:
@@ -76,9 +102,13 @@ def finish(counters, phase):
 
 @numba.njit(nogil=True)
 def wait(counters, phase, items):
-    """Wait until all ``items`` of a phase are finished. What their threads wrote can be read afterwards."""
+    """Wait until all ``items`` of a phase are finished, or a thread has failed.
+
+    What the threads wrote can be read afterwards.
+    """
     place, spins = counters[phase, counters.shape[1] - 1].ctypes.data, 0
-    while _read(place) < items:
+    failed = counters.ctypes.data + 8 * _FAILED
+    while _read(place) < items and _read(failed) == 0:
         spins += 1
         if spins < _SPINS:
             _pause()

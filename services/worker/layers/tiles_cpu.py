@@ -39,7 +39,7 @@ _POINTER = _BYTE.as_pointer()
 def multiplies_tiles() -> bool:
     """Return whether this processor has tiles of bfloat16, and the operating system lets this process use them.
 
-    Must have returned True before a product with tiles runs.
+    Call it before a product with tiles runs, since it asks the system for the permission.
     """
     features = llvmlite.binding.get_host_cpu_features()
     if sys.platform != "linux" or not (features.get("amx-tile") and features.get("amx-bf16")):
@@ -83,8 +83,8 @@ def _add_tiles(typing, rows, x, x_stride, weight, count, output, output_stride, 
         places = [(tile, builder.add(output, int64(tile * _LINE))) for tile in range(_TILES)]
         for tile, place in places:
             _load(builder, tile, place, output_stride)
-        steps = builder.udiv(count, int64(_ROWS))
-        with cgutils.for_range(builder, steps) as loop:
+        blocks = builder.udiv(count, int64(_ROWS))
+        with cgutils.for_range(builder, blocks) as loop:
             part = builder.add(weight, builder.mul(loop.index, int64(_ROWS * _PANEL_ROW)))
             _load(builder, _INPUT, builder.add(x, builder.mul(loop.index, int64(_LINE))), x_stride)
             with builder.if_then(missing):
@@ -92,8 +92,8 @@ def _add_tiles(typing, rows, x, x_stride, weight, count, output, output_stride, 
                     emit_prefetch(builder, builder.add(part, int64(_AHEAD + line)))
             _add_products(builder, _INPUT, _WEIGHT, part)
         with builder.if_then(builder.icmp_unsigned("!=", rest, int64(0))):
-            _load(builder, _LAST_INPUT, builder.add(x, builder.mul(steps, int64(_LINE))), x_stride)
-            part = builder.add(weight, builder.mul(steps, int64(_ROWS * _PANEL_ROW)))
+            _load(builder, _LAST_INPUT, builder.add(x, builder.mul(blocks, int64(_LINE))), x_stride)
+            part = builder.add(weight, builder.mul(blocks, int64(_ROWS * _PANEL_ROW)))
             _add_products(builder, _LAST_INPUT, _LAST_WEIGHT, part)
         for tile, place in places:
             _call(builder, "tilestored64", _BYTE(tile), builder.inttoptr(place, _POINTER), output_stride)

@@ -7,13 +7,13 @@ once for all layers. Several threads share the work of each operator, so that ea
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeGuard
 
 import numba
 import numpy as np
 import torch
 
+from services.worker.attention.attend_cpu import new_scores
 from services.worker.attention.fast_cpu import STORAGES
 from services.worker.attention.kernels import ELEMENTS, Storage, kernels, pages_of
 from services.worker.attention.kv_cache import KvCache
@@ -23,11 +23,10 @@ from services.worker.layers import matmul_cpu
 from services.worker.layers.bfloat16_cpu import widened
 from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.fast_cpu import FastCpuKernels, compiled
-from services.worker.layers.lanes_cpu import LANES
 from services.worker.layers.linear import AnyLinear
 from services.worker.layers.linear_cpu import WithAddress, addresses, storage_of
 from services.worker.layers.products_cpu import WeightStorage, make_team_product
-from services.worker.layers.team_cpu import Team, claim, finish, new_counters, team_size, wait
+from services.worker.layers.team_cpu import Team, claim, finish, run_in_team, team_size, wait
 from services.worker.models.base import RankModel
 from services.worker.models.decoder import DecoderLayer, DecoderModel
 from services.worker.sampling.plain_cpu import PlainHead
@@ -67,7 +66,6 @@ class FusedDecoder:
         embeddings, layer = model.vocabulary.embedding_weight, _without_window(config.layers[0])
         storages = storage_of(linears[0][0]), STORAGES[cache.all_keys.dtype], STORAGES[embeddings.dtype]
         self._forward = make_forward(config, layer, rules[0].scale, cache.page_size, *storages)
-        self._group = config.heads // config.kv_heads
         # Rows are panels of one column.
         self._embeddings = pages_of(embeddings if embeddings.dim() == 4 else embeddings[:, :, None, None])
         self._rotation = model.rotaries[0]
@@ -108,8 +106,11 @@ class FusedDecoder:
         """
         hidden = np.empty((len(positions), self._hidden_size), np.float32)
         threads = team_size(team, self._bytes, len(positions))
-        arguments = (
-            new_counters(self._phases, threads),
+        run_in_team(
+            self._forward,
+            team,
+            threads,
+            self._phases,
             hidden,
             np.empty(len(positions) * self._workspace, np.float32),
             last_tokens.numpy(),
@@ -129,9 +130,6 @@ class FusedDecoder:
             self._head_norms,
             *self._biases,
         )
-        if team is not None:
-            team.assist([partial(self._forward, thread, *arguments) for thread in range(1, threads)])
-        self._forward(0, *arguments)
         return torch.from_numpy(hidden)
 
 
@@ -189,7 +187,7 @@ def make_forward(
     store, attend = kernels(head_dim, group, page_size, cached)
     norm, gate = compiled().norm, compiled().gate
     qk_norm = layer.attention.qk_norm == "per_head"
-    phases, thread_items, lanes = _PHASES, _THREAD_ITEMS, LANES
+    phases, thread_items = _PHASES, _THREAD_ITEMS
 
     @numba.njit(nogil=True)
     def embed(thread, counters, phase, x, last_tokens, stored_tokens, embeddings, multiplier, slots, positions, table):
@@ -304,7 +302,7 @@ def make_forward(
         gated = workspace[start : start + tokens * width].reshape(tokens, width)
         pieces = min(tokens, thread_items * threads)
         parts = kv_heads if tokens < 2 * threads else 1
-        scores = np.empty((group, positions.max() + 1 + lanes), np.float32)
+        scores = new_scores(group, positions.max() + 1)
         zero, one = np.float32(0), np.float32(1)
         embed(thread, counters, 0, x, last_tokens, stored_tokens, embeddings, multiplier, slots, positions, table)
         for layer in range(weights.shape[0]):

@@ -17,7 +17,10 @@ _LARGE_SHARD = 16
 
 @dataclass(frozen=True)
 class Shard:
-    """Consecutive tokens of the step that one thread computes. A row may continue in the next shard."""
+    """Consecutive tokens of the step that one thread computes, or samples if threads share the operators.
+
+    A row may continue in the next shard.
+    """
 
     start: int  # index of the first token among the step's tokens
     end: int
@@ -76,8 +79,8 @@ def build(batch: Batch, slots: SlotTable, threads: int) -> StepInputs:
 def _most_shards(tokens: int) -> int:
     """Return the largest useful number of shards.
 
-    All shards read all weights from the same memory. Small shards take as long as these reads, and the more shards, the
-    longer the reads take: each of ``p`` small shards has at least ``2 p`` tokens.
+    All shards read the same weights, or those of the head, from the same memory. Small shards take as long as these
+    reads, and the more shards, the longer the reads take: each of ``p`` small shards has at least ``2 p`` tokens.
     """
     return max(1, tokens // _LARGE_SHARD, math.isqrt(tokens // 2))
 

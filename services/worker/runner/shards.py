@@ -1,4 +1,4 @@
-"""Threads that run the shards of a step in parallel."""
+"""Threads that run the shards of a step in parallel, or share its operators."""
 
 import queue
 import threading
@@ -50,7 +50,7 @@ class ShardThreads:
         return [result for _, result, _ in outcomes]
 
     def assist(self, jobs: Sequence[Callable[[], object]]) -> None:
-        """Start fewer than ``size`` jobs in other threads, and do not wait for them. They must not raise."""
+        """Start fewer than ``size`` jobs in other threads, and do not wait for them. They raise nothing."""
         for job, work in zip(jobs, self._work, strict=False):
             work.put(job)
 
@@ -67,6 +67,7 @@ class ShardThreads:
         torch.set_num_threads(1)
         while (job := work.get()) is not None:
             job()
+            del job  # it may hold the arrays of a step
 
 
 def _outcome(index: int, job: Callable[[], Any], barrier: threading.Barrier | None) -> _Outcome:

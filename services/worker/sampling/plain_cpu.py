@@ -5,7 +5,7 @@ concurrent threads block one another. Tokens are those of ``draw``, except for n
 the largest value of a block may differ in the last bits.
 """
 
-from functools import cache, partial
+from functools import cache
 from math import log
 from typing import Any
 
@@ -17,7 +17,7 @@ from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.lanes_cpu import LANES, LOG2_E, weigh
 from services.worker.layers.linear_cpu import WithAddress, addresses, storage_of
 from services.worker.layers.products_cpu import WeightStorage, make_team_product
-from services.worker.layers.team_cpu import Team, claim, finish, new_counters, team_size, wait
+from services.worker.layers.team_cpu import Team, claim, finish, run_in_team, team_size, wait
 from services.worker.sampling.noise_cpu import gumbel
 from services.worker.step.noise import NOISE_BLOCK
 
@@ -44,11 +44,9 @@ class PlainHead:
         threads = team_size(team, self._bytes, rows)
         chosen, finite = np.empty(rows, np.int64), np.empty(rows, np.bool_)
         logits = np.empty((min(rows, _ROWS), self._width), np.float32)
-        counters, words = new_counters(2 * -(-rows // _ROWS), threads), keys.view(np.uint32)
-        arguments = counters, hidden.numpy(), self._weight, self._scale, logits, scales, words, chosen, finite
-        if team is not None:
-            team.assist([partial(self._choose, thread, *arguments) for thread in range(1, threads)])
-        self._choose(0, *arguments)
+        phases, words = 2 * -(-rows // _ROWS), keys.view(np.uint32)
+        arguments = hidden.numpy(), self._weight, self._scale, logits, scales, words, chosen, finite
+        run_in_team(self._choose, team, threads, phases, *arguments)
         return chosen, finite
 
 

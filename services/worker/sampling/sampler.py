@@ -15,7 +15,7 @@ from services.worker.step.noise import COLDEST, keys_at, row_keys
 from services.worker.step.output import Sampled
 from services.worker.step.slots import SlotTable
 
-# From hidden rows with their scales and keys to tokens, and to whether their logits are finite, as ``PlainHead``.
+# Maps hidden rows, their scales and keys to tokens, and to whether their logits are finite, as ``PlainHead`` does.
 PlainSampler = Callable[[torch.Tensor, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 # Logits of one slice, in elements: 64 MiB in float32.
 SLICE_ELEMENTS = 16 * 1024 * 1024
