@@ -102,7 +102,7 @@ def test_a_product_of_a_team_is_that_of_one_thread(kind):
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 @pytest.mark.parametrize("others", [{}, {"top_p": 0.9}], ids=["plain", "with top-p"])
 def test_tokens_do_not_depend_on_the_number_of_threads(architecture, others, checkpoint, monkeypatch):
-    """One row is decoded first, and later 20, so that threads share heads, and then rows."""
+    """Threads share the heads of a single row first, and then divide 20 rows among themselves."""
     monkeypatch.setattr(team_cpu, "_THREAD_BYTES", 1)
     found = []
     for threads in (1, 3):
