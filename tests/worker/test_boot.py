@@ -32,13 +32,12 @@ def start(directory: Path, page_size: int, kept: Path) -> dict[str, int]:
 @pytest.mark.slow
 def test_a_second_start_stores_nothing_and_another_page_size_has_files_of_its_own(checkpoint, tmp_path):
     first = start(checkpoint(), 16, tmp_path)
-    assert first
+    assert any("forward" in name for name in first)  # a function that calls others
     assert start(checkpoint(), 16, tmp_path) == first
     both = start(checkpoint(), 8, tmp_path)
     assert first.items() <= both.items()
     added = set(both) - set(first)
-    assert len(added) == 2  # store and attend
-    assert all("_8_32-" in name for name in added)  # the page size, and the bits of an element
+    assert sorted(name.split("_")[-2].rsplit(".", 1)[-1] for name in added) == ["attend", "forward", "store"]
 
 
 def test_a_cache_beyond_all_memory_names_the_flag(checkpoint):

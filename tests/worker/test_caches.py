@@ -9,7 +9,7 @@ import pytest
 from services.common.errors import InvalidRequest
 from services.worker.boot.caches import keep_compiled_code_in
 
-VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "NUMBA_CACHE_DIR")
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def restored(monkeypatch):
 def test_every_compiler_keeps_its_code_in_one_directory(tmp_path):
     keep_compiled_code_in(str(tmp_path / "not" / "there"))
     found = [os.environ[variable] for variable in VARIABLES]
-    assert found == [str(tmp_path / "not" / "there" / name) for name in ("inductor", "triton", "flashinfer")]
+    assert found == [str(tmp_path / "not" / "there" / name) for name in ("inductor", "triton", "flashinfer", "numba")]
     assert all(os.path.isdir(each) for each in found)
 
 

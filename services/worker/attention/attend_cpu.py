@@ -110,7 +110,7 @@ def make_attend(head_dim: int, group: int, page_size: int, element: Any) -> Call
     signature = numba.int64(
         _VIEW, *pages, *(indices,) * 4, numba.int32[:, ::1], numba.float32, matrix, matrix, numba.int64
     )
-    return compile_function(attend, signature, constants=(head_dim, group, page_size, element.bitwidth))
+    return compile_function(attend, signature)
 
 
 @numba.njit(nogil=True)

@@ -69,4 +69,4 @@ def _make_store(head_dim: int, page_size: int, storage: Storage) -> Callable[...
                     value_pages[page, stored, offset, i] = narrowed(values[token, head, i], like)
 
     signature = numba.void(_VIEW, _VIEW, *(element[:, :, :, ::1],) * 2, _INDICES, _INDICES, _PAGE_TABLE, numba.int64)
-    return compile_function(store, signature, constants=(head_dim, page_size, element.bitwidth))
+    return compile_function(store, signature)

@@ -7,11 +7,13 @@ from pathlib import Path
 from services.common.errors import InvalidRequest
 from services.common.host.private_files import WRITING, warn_if_shared
 
-# Environment variable -> subdirectory. Inductor and Triton read theirs when they compile, FlashInfer when it is loaded.
+# Environment variable -> subdirectory. Inductor and Triton read theirs when they compile, FlashInfer and numba when
+# they are loaded.
 _VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "NUMBA_CACHE_DIR": "numba",
 }
 
 

@@ -96,7 +96,9 @@ def make_team_product(storage: WeightStorage) -> Function:
             part, target = rows_of(prepared, first, last), output[first:last]
             multiply_panel(x[first:last], part, panel, weight, scale, target, keep)
             if bias.size:
-                target[:, begin:end] += bias[begin:end]
+                for row in range(last - first):
+                    for column in range(begin, end):
+                        target[row, column] += bias[column]
             finish(counters, phase)
             item = claim(counters, phase, items, thread)
         wait(counters, phase, items)
@@ -130,7 +132,10 @@ def _make_panel_product(storage: WeightStorage) -> tuple[Function, Function, Fun
             return output.size
         rest = np.zeros((rows, columns), np.float32)  # the last panel has fewer columns in the output
         add_panel(x, prepared, panel, weight, scale, rest.ctypes.data, columns * 4)
-        output[:, begin:end] += rest[:, : end - begin]
+        # Loops, because numba takes seconds to compile what may raise an error about shapes.
+        for row in range(rows):
+            for column in range(begin, end):
+                output[row, column] += rest[row, column - begin]
         return rest.size  # numba frees an array after its last use, and an address does not count as a use
 
     return prepare, rows_of, multiply_panel
@@ -285,7 +290,7 @@ def compiled_product(storage: WeightStorage) -> Callable[..., None]:
     def call(x, weight, scale, output):
         product(x, weight, scale, output, np.float32(0))
 
-    return compile_function(call, numba.void(_MATRIX, numba.int64, numba.int64, _MATRIX), keep=False)
+    return compile_function(call, numba.void(_MATRIX, numba.int64, numba.int64, _MATRIX))
 
 
 @operator(

@@ -34,7 +34,7 @@ from services.worker.sampling.plain_cpu import PlainHead
 _MATRIX, _CUBE, _INDICES = numba.float32[:, ::1], numba.float32[:, :, ::1], numba.int64[::1]
 _NO_WINDOW = 1 << 62  # exceeds any context
 _PHASES = 8  # of a layer
-_THREAD_ITEMS = 4  # into which a thread's share of the rows is divided
+_PIECES = 4  # into which a thread's share of the rows is divided
 # The layers that ``FusedDecoder`` computes. They may differ in their windows only.
 SUPPORTED: SupportedValues = {
     "qk_norm": ("none", "per_head"),
@@ -187,7 +187,7 @@ def make_forward(
     store, attend = kernels(head_dim, group, page_size, cached)
     norm, gate = compiled().norm, compiled().gate
     qk_norm = layer.attention.qk_norm == "per_head"
-    phases, thread_items = _PHASES, _THREAD_ITEMS
+    phases, most_pieces = _PHASES, _PIECES
 
     @numba.njit(nogil=True)
     def embed(thread, counters, phase, x, last_tokens, stored_tokens, embeddings, multiplier, slots, positions, table):
@@ -300,7 +300,7 @@ def make_forward(
         gate_up = workspace[start : start + tokens * 2 * width].reshape(tokens, 2 * width)
         start += gate_up.size
         gated = workspace[start : start + tokens * width].reshape(tokens, width)
-        pieces = min(tokens, thread_items * threads)
+        pieces = min(tokens, most_pieces * threads)
         parts = kv_heads if tokens < 2 * threads else 1
         scores = new_scores(group, positions.max() + 1)
         zero, one = np.float32(0), np.float32(1)
@@ -330,7 +330,7 @@ def make_forward(
         *(_INDICES, _INDICES, _INDICES, page_table, *pages, numba.int64[:, :, ::1]),
         *(_MATRIX, _CUBE, _MATRIX, _MATRIX, _MATRIX, _MATRIX),
     )
-    return compile_function(forward, signature, keep=False)
+    return compile_function(forward, signature)
 
 
 def workspace_size(config: ModelConfig) -> int:

@@ -82,12 +82,12 @@ def _compiled(storage: WeightStorage) -> Any:
         *(integer, integer[:, :, ::1], rows, integer, integer, rows, numba.float32[::1], numba.uint32[:, ::1]),
         *(integer[::1], numba.boolean[::1]),
     )
-    return compile_function(choose, signature, keep=False)
+    return compile_function(choose, signature)
 
 
 @cache
 def _compiled_draw() -> Any:
-    """Return ``_draw`` compiled. It is kept on disk, unlike the function that calls it."""
+    """Return ``_draw`` compiled."""
     values, key = numba.float32[::1], numba.uint32
     return compile_function(_draw, numba.int64(values, numba.float32, key, key, values))
 
