@@ -116,6 +116,22 @@ async def test_a_forecast_before_and_after_acceptance():
             assert timed.start_seconds == pytest.approx(timed.start_step * step_s)
 
 
+def steps_of(forecasts) -> list[tuple[int, int]]:
+    return [(each.start_step, each.finish_step) for each in forecasts]
+
+
+async def listed_and_asked(stub) -> tuple[o.ListRequestsResponse, list[o.ForecastResponse]]:
+    """The list of requests, and the forecast of each, with no plan sent between them."""
+    while True:
+        first, asked, last = (
+            await stub.ListRequests(o.ListRequestsRequest(horizon_steps=500)),
+            [await stub.Forecast(o.ForecastRequest(request_id=name)) for name in ("runs", "waits")],
+            await stub.ListRequests(o.ListRequestsRequest(horizon_steps=500)),
+        )
+        if steps_of(first.requests) == steps_of(last.requests):
+            return first, asked
+
+
 async def test_everything_unfinished_is_listed_with_its_end():
     async with start(FakeShape(page_count=12, max_slots=4)) as service:
         service.worker.hold()
@@ -124,16 +140,14 @@ async def test_everything_unfinished_is_listed_with_its_end():
             await client.submit(0, request_id="runs", n=2, fairness_key="team", **fields)
             await client.submit(2, request_id="waits", priority=g.PRIORITY_CLASS_LOW, **fields)
             await client.decided(2)
-            seen = await service.stub.ListRequests(o.ListRequestsRequest(horizon_steps=500))
+            seen, asked = await listed_and_asked(service.stub)
             runs, waits = seen.requests
             assert (runs.request_id, runs.fairness_key, runs.priority) == ("runs", "team", g.PRIORITY_CLASS_NORMAL)
             assert (runs.running_samples + runs.waiting_samples, runs.finished_samples) == (2, 0)
             assert (runs.prompt_tokens, runs.max_tokens) == (43, 80)
             assert (waits.request_id, waits.priority) == ("waits", g.PRIORITY_CLASS_LOW)
             assert (waits.running_samples, waits.waiting_samples) == (0, 1)
-            for each in (runs, waits):
-                asked = await service.stub.Forecast(o.ForecastRequest(request_id=each.request_id))
-                assert (each.start_step, each.finish_step) == (asked.start_step, asked.finish_step)
+            assert steps_of(seen.requests) == steps_of(asked)
             assert waits.start_step >= runs.finish_step
             assert max(seen.curve.pages) <= seen.curve.total_pages == 12
             assert (seen.unfinished_requests, seen.curve.steps[0]) == (2, 0)
