@@ -72,7 +72,7 @@ def test_gates_are_those_of_two_products(rows, bias):
     check(product(x, weight, bias, gated=True), F.silu(gate) * up)
 
 
-@pytest.mark.parametrize("rows", [3, 5, 16])
+@pytest.mark.parametrize("rows", [2, 5, 16])
 def test_a_sum_is_prepared_for_the_next_norm(rows):
     x, weight, bias, total = (
         random(rows, INPUTS),
@@ -89,14 +89,8 @@ def test_a_sum_is_prepared_for_the_next_norm(rows):
     check(product(norm_input, following, norm=(norm, EPS)), expected)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_one_row_or_two_are_summed_as_they_are(rows):
-    x, weight, bias, total = (
-        random(rows, INPUTS),
-        random(OUTPUTS, INPUTS, seed=1),
-        random(OUTPUTS),
-        random(rows, OUTPUTS),
-    )
+def test_one_row_is_summed_as_it_is():
+    x, weight, bias, total = random(1, INPUTS), random(OUTPUTS, INPUTS, seed=1), random(OUTPUTS), random(1, OUTPUTS)
     stream = total.float() + x.float() @ weight.float().t() + bias.float()
     assert product_sum(x, weight, bias, total, random(OUTPUTS)) is total
     check(total, stream)
@@ -127,7 +121,7 @@ def test_each_value_of_fp8_is_converted_exactly(dtype):
 
 
 def test_inputs_that_no_program_holds_at_once_go_through_tiles():
-    x, weight = random(2, 20_000), random(16, 20_000, seed=1)
+    x, weight = random(1, 40_000), random(16, 40_000, seed=1)
     check(product(x, weight), x.float() @ weight.float().t())
 
 

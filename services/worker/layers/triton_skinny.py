@@ -11,7 +11,7 @@ import torch
 import triton
 
 from services.worker.layers.block_fp8 import BLOCK
-from services.worker.layers.cuda_devices import fitting_stages, takes_ptx
+from services.worker.layers.cuda_devices import fitting_stages, multiprocessors, takes_ptx
 from services.worker.layers.grouped import GroupedWeights
 from services.worker.layers.triton_grouped import choose_rows, launch_rows
 from services.worker.layers.triton_overlap import overlapping, overlaps
@@ -19,9 +19,7 @@ from services.worker.layers.triton_skinny_kernel import product
 from services.worker.layers.triton_stream import norm_rows, stream
 
 MOST_ROWS = 16
-STREAMED_ROWS = 2  # products with at most 2 rows use no tensor cores
-_STREAMED_ROWS_FP8 = 1  # each row converts all weights from fp8
-_STREAMED_WEIGHTS = 32768  # per program, all in registers
+_STREAMED_WEIGHTS = 32768  # of a program for one row, all in registers
 _STREAM_WARPS = 4
 _SMALLEST_DOT = 8  # the smallest number of rows of a product on tensor cores
 
@@ -65,15 +63,21 @@ class NormInput(NamedTuple):
     squares: torch.Tensor  # [parts, rows] float32; the sum over parts is the sum of the row's squares
 
 
-def choose_product(outputs: int, inputs: int, *, scaled: bool = False) -> ProductOptions:
-    """Return the options for ``weight [outputs, inputs]``, gated or not. ``scaled`` is true for fp8.
+def choose_product(rows: int, linear: LinearWeights) -> ProductOptions:
+    """Return the options for ``rows`` rows, gated or not.
 
-    They were measured on an H200 with 8 and 16 rows, for a Llama of 1B in 16 bits, and with 2, 8 and 16 rows for a
-    Llama of 8B in fp8.
+    They were measured on an H200 with 8 and 16 rows for a Llama of 8B, and in 16 bits also for one of 1B.
     """
+    outputs, inputs = linear.shape
     wide, narrow = outputs > 2 * inputs, inputs > 2 * outputs
-    if scaled:
+    if linear.scale is not None:
         return ProductOptions(32 if wide else 16, 512, 4, 4 if narrow else 3)
+    if rows <= _SMALLEST_DOT:
+        # Programs of the next product take the places that are free on a multiprocessor before this product ends. If
+        # they are neither all programs of the next product nor none, some multiprocessors have more to do than others.
+        # A multiprocessor of an H200 has three places with four stages, and four with three.
+        programs = triton.cdiv(triton.cdiv(outputs, 16), multiprocessors(linear.weight.device))  # of a multiprocessor
+        return ProductOptions(16, 512, 4, 4 if programs in (1, 3) else 3)
     if wide:
         return ProductOptions(32, 256, 4, 4)
     return ProductOptions(16, 256, 4, 6) if narrow else ProductOptions(16, 512, 4, 6)
@@ -122,7 +126,7 @@ def skinny_sum(
     if isinstance(linear, GroupedWeights):
         block = choose_rows(outputs, inputs, rows, linear.bits).outputs
     else:
-        block = choose_product(outputs, inputs, scaled=linear.scale is not None).outputs
+        block = choose_product(rows, linear).outputs
     parts = triton.cdiv(outputs, block)
     squares = torch.empty((parts, rows), dtype=torch.float32, device=x.device)
     norm_input = NormInput(torch.empty_like(onto), squares)
@@ -147,10 +151,9 @@ def _check_rows(x: torch.Tensor) -> int:
 
 
 def _streams(rows: int, linear: LinearWeights, *, gated: bool) -> bool:
-    """Return whether ``stream`` can run: there are few rows, and all inputs of an output fit into the registers."""
+    """Return whether ``stream`` can run: there is one row, and all inputs of an output fit into the registers."""
     width = triton.next_power_of_2(linear.weight.shape[1]) * (2 if gated else 1)
-    most = STREAMED_ROWS if linear.scale is None else _STREAMED_ROWS_FP8
-    return rows <= most and width * rows <= _STREAMED_WEIGHTS
+    return rows == 1 and width <= _STREAMED_WEIGHTS
 
 
 def _launch_stream(
@@ -161,17 +164,16 @@ def _launch_stream(
     out: torch.Tensor,
     add: bool,
 ) -> None:
-    (rows, inputs), size = x.shape, out.shape[1]
+    inputs, size = x.shape[1], out.shape[1]
     weight, bias, scale = linear
     width, overlap = triton.next_power_of_2(inputs), overlaps(x.device)
-    # With two rows, the registers have room for half of the weights in float32.
-    results = _STREAMED_WEIGHTS // rows // width // (2 if gated else 1)
+    results = _STREAMED_WEIGHTS // width // (2 if gated else 1)
     if linear.scaled > 1:
         results = min(results, linear.scaled)
     norm_weight, eps = norm or (x, 0.0)
     stream[(triton.cdiv(size, results),)](
         x, weight, x if scale is None else scale, x if bias is None else bias, norm_weight, out, eps, INPUTS=inputs,
-        OUTPUTS=weight.shape[0], ROWS=rows, SCALED=linear.scaled, NORM=norm is not None, GATED=gated,
+        OUTPUTS=weight.shape[0], SCALED=linear.scaled, NORM=norm is not None, GATED=gated,
         BIAS=bias is not None, ADD=add, RESULTS=results, WIDTH=width, OVERLAP=overlap, num_warps=_STREAM_WARPS,
         **overlapping(overlap),
     )  # fmt: skip
@@ -196,7 +198,7 @@ def _launch_product(
     (rows, inputs), (outputs, _), size = values.shape, weight.shape, out.shape[1]
     norm_weight, eps = norm or (values, 0.0)
     next_norm, norm_input = prepare or (values, NormInput(out, out))
-    options = choose_product(outputs, inputs, scaled=scale is not None)
+    options = choose_product(rows, linear)
     padded, overlap = max(_SMALLEST_DOT, triton.next_power_of_2(rows)), overlaps(weight.device)
     stage = (options.outputs * weight.itemsize + padded * values.itemsize) * options.inputs
     stages = fitting_stages(weight.device, stage, options.stages)

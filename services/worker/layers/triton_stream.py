@@ -1,4 +1,4 @@
-"""Kernels of ``triton_skinny`` for one or two rows, without tensor cores and with little shared memory."""
+"""Kernels of ``triton_skinny`` for one row, without tensor cores and with little shared memory."""
 
 import triton
 import triton.language as tl
@@ -32,7 +32,6 @@ def stream(
     eps,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    ROWS: tl.constexpr,
     SCALED: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
@@ -42,7 +41,7 @@ def stream(
     WIDTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Compute ``RESULTS`` results of all ``ROWS`` rows in each program. Grid: ``(blocks of results,)``.
+    """Compute ``RESULTS`` results of a row in each program. Grid: ``(blocks of results,)``.
 
     A program requests all its weights before ``x`` is ready. ``WIDTH`` is ``INPUTS``, rounded up to a power of two. The
     other parameters are those of ``product``. If blocks have scales, the results of a program are in the same block.
@@ -86,37 +85,36 @@ def stream(
     if OVERLAP:
         gdc_wait()
 
-    for member in tl.static_range(ROWS):
-        values = tl.load(x + member * INPUTS + inputs, inside, other=FILL).to(tl.float32)
-        out_pointers = out + member * SIZE + columns
-        if ADD:
-            before = tl.load(out_pointers, columns < SIZE, other=0.0).to(tl.float32)
-        if NORM:
-            length = tl.rsqrt(tl.sum(values * values, axis=0) / INPUTS + eps)
-            values *= scale
-        total = _sum(tile, values, weight_scales, SCALED)
+    values = tl.load(x + inputs, inside, other=FILL).to(tl.float32)
+    out_pointers = out + columns
+    if ADD:
+        before = tl.load(out_pointers, columns < SIZE, other=0.0).to(tl.float32)
+    if NORM:
+        length = tl.rsqrt(tl.sum(values * values, axis=0) / INPUTS + eps)
+        values *= scale
+    total = _sum(tile, values, weight_scales, SCALED)
+    if GATED:
+        up = _sum(second, values, second_scales, SCALED)
+    if SCALED == 1:
+        total *= weight_scales
         if GATED:
-            up = _sum(second, values, second_scales, SCALED)
-        if SCALED == 1:
-            total *= weight_scales
-            if GATED:
-                up *= second_scales
-        if NORM:
-            # The norm divides all inputs of a row by the same number, so it can be applied to the result.
-            total *= length
-            if GATED:
-                up *= length
-        if BIAS:
-            total += offset
-            if GATED:
-                up += second_offset
+            up *= second_scales
+    if NORM:
+        # The norm divides all inputs of a row by the same number, so it can be applied to the result.
+        total *= length
         if GATED:
-            # A separate kernel for the gate would round here too.
-            total = total.to(out.dtype.element_ty).to(tl.float32)
-            total = total / (1.0 + tl.exp(-total)) * up.to(out.dtype.element_ty).to(tl.float32)
-        if ADD:
-            total += before
-        tl.store(out_pointers, total.to(out.dtype.element_ty), columns < SIZE)
+            up *= length
+    if BIAS:
+        total += offset
+        if GATED:
+            up += second_offset
+    if GATED:
+        # A separate kernel for the gate would round here too.
+        total = total.to(out.dtype.element_ty).to(tl.float32)
+        total = total / (1.0 + tl.exp(-total)) * up.to(out.dtype.element_ty).to(tl.float32)
+    if ADD:
+        total += before
+    tl.store(out_pointers, total.to(out.dtype.element_ty), columns < SIZE)
 
 
 @triton.jit
