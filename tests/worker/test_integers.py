@@ -147,7 +147,7 @@ def test_products_are_the_same_on_processors_with_few_registers(bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("sizes", [range(1, 1 + most_rows()), range(1 + most_rows(), 24)], ids=["few", "many"])
+@pytest.mark.parametrize("sizes", [range(1, 1 + 2 * most_rows()), range(1 + 2 * most_rows(), 24)], ids=["few", "many"])
 def test_a_row_has_the_same_result_among_any_few_or_many_rows(sizes, bits):
     linear, x = filled(random(100, 1056), 100, bits), random(sizes[-1], 1056, seed=1)
     expected = linear(x)

@@ -99,10 +99,11 @@ def test_a_product_of_a_team_is_that_of_one_thread(kind):
                 np.testing.assert_array_equal(output, expected)
 
 
+@pytest.mark.parametrize("rows", [20, 48])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 @pytest.mark.parametrize("others", [{}, {"top_p": 0.9}], ids=["plain", "with top-p"])
-def test_tokens_do_not_depend_on_the_number_of_threads(architecture, others, checkpoint, monkeypatch):
-    """Threads share the heads of a single row first, and then divide 20 rows among themselves."""
+def test_tokens_do_not_depend_on_the_number_of_threads(rows, architecture, others, checkpoint, monkeypatch):
+    """Three threads share the operators for a single row and for 20 rows. With 48 rows, each computes its own rows."""
     monkeypatch.setattr(team_cpu, "_THREAD_BYTES", 1)
     found = []
     for threads in (1, 3):
@@ -112,12 +113,12 @@ def test_tokens_do_not_depend_on_the_number_of_threads(architecture, others, che
         first = admission(0, [3, 4, 5], [0, 1], temperature=0.8, seed=1, **others)
         driver.run(admissions=(first,), batch=batch([0], [3]))
         driver.run(batch=batch([0]))
-        slots = list(range(20))
+        slots = list(range(rows))
         more = [
             admission(slot, [7, slot + 1], [2 * slot, 2 * slot + 1], temperature=0.8, seed=slot, **others)
             for slot in slots[1:]
         ]
-        driver.run(admissions=tuple(more), batch=batch(slots, [1] + [2] * 19))
+        driver.run(admissions=tuple(more), batch=batch(slots, [1] + [2] * (rows - 1)))
         for _ in range(4):
             driver.run(batch=batch(slots))
         found.append([driver.tokens[slot] for slot in slots])

@@ -34,8 +34,8 @@ _LIBRARY_ROWS = 32
 # Rows of a panel that all rows of the input are multiplied by before the next. In float32 and with tiles they stay in
 # the second cache (256 KiB), and in bfloat16 without tiles in the first (16 KiB).
 _MANY_PANEL_ROWS, _FEW_PANEL_ROWS = 1024, 64
-# Rows of a panel of integers that are converted at once if the input has more rows than registers hold the sums of. In
-# float32 they stay in the first cache (24 KiB).
+# Rows of a panel of integers that are converted at once if the input has more than twice the rows that registers hold
+# the sums of. In float32 they stay in the first cache (24 KiB).
 _WIDENED_ROWS = 96
 # Rows of the input that are multiplied by all panels before the next. They stay in the second cache beside a panel.
 _INPUT_ROWS = 128
@@ -265,7 +265,7 @@ def _make_integer_panel(storage: IntegerStorage) -> tuple[Function, Function, Fu
         sums, buffer = prepared
         weight, scale = weight + panel * groups * stored * columns, scale + panel * groups * scales
         distance = groups * group * 4
-        if rows > block:
+        if rows > 2 * block:
             part, others, place = (buffer.ctypes.data + line - 1) // line * line, x[block:], target + block * stride
             for first in range(0, groups, most // group):
                 count = min(most // group, groups - first)
@@ -274,10 +274,15 @@ def _make_integer_panel(storage: IntegerStorage) -> tuple[Function, Function, Fu
                 add_widening(source, distance, integers, count, factors, target, stride, part)
                 add_part(others, first * group, count * group, part, place, stride, part, 0)
             return
-        for index in range(groups):
-            source, total = x.ctypes.data + index * group * 4, sums.ctypes.data + index * 4
-            integers, factors = weight + index * stored * columns, scale + index * scales
-            add_rows(rows, source, distance, integers, stored, target, stride, factors, total, groups * 4)
+        for row in range(0, rows, block):
+            source, total = x.ctypes.data + row * distance, sums.ctypes.data + row * groups * 4
+            place = target + row * stride
+            for index in range(groups):
+                integers, factors = weight + index * stored * columns, scale + index * scales
+                add_rows(
+                    rows - row, source + index * group * 4, distance, integers, stored, place, stride, factors,
+                    total + index * 4, groups * 4,
+                )  # fmt: skip
 
     return prepare, rows_of, add_panel
 

@@ -116,6 +116,24 @@ def wait(counters, phase, items):
             _sched_yield()
 
 
+def shared(work):
+    """Return ``run(thread, counters, phase, items, *arguments)``, which takes part in a phase.
+
+    It calls ``work(item, items, *arguments)``, a compiled function, for each item that the thread claims.
+    """
+
+    @numba.njit(nogil=True)
+    def run(thread, counters, phase, items, *arguments):
+        item = claim(counters, phase, items, thread)
+        while item < items:
+            work(item, items, *arguments)
+            finish(counters, phase)
+            item = claim(counters, phase, items, thread)
+        wait(counters, phase, items)
+
+    return run
+
+
 @intrinsic
 def _increment(typing, address):
     """Add 1 to the int64 at ``address`` atomically, and return the value before."""

@@ -26,7 +26,7 @@ from services.worker.layers.fast_cpu import FastCpuKernels, compiled
 from services.worker.layers.linear import AnyLinear
 from services.worker.layers.linear_cpu import WithAddress, addresses, storage_of
 from services.worker.layers.products_cpu import WeightStorage, make_team_product
-from services.worker.layers.team_cpu import Team, claim, finish, run_in_team, team_size, wait
+from services.worker.layers.team_cpu import Team, run_in_team, shared, team_size
 from services.worker.models.base import RankModel
 from services.worker.models.decoder import DecoderLayer, DecoderModel
 from services.worker.sampling.plain_cpu import PlainHead
@@ -189,40 +189,28 @@ def make_forward(
     qk_norm = layer.attention.qk_norm == "per_head"
     phases, most_pieces = _PHASES, _PIECES
 
+    @shared
     @numba.njit(nogil=True)
-    def embed(thread, counters, phase, x, last_tokens, stored_tokens, embeddings, multiplier, slots, positions, table):
-        tokens, columns, together = len(x), embeddings.shape[2], embeddings.shape[3]
-        token = claim(counters, phase, tokens, thread)
-        while token < tokens:
-            position, token_id = positions[token], last_tokens[slots[token]]
-            stored_tokens[table[slots[token], position // page_size], position % page_size] = token_id
-            panel, column = token_id // columns, token_id % columns
-            for i in range(embeddings.shape[1]):
-                for j in range(together):
-                    x[token, i * together + j] = widened(embeddings[panel, i, column, j]) * multiplier
-            finish(counters, phase)
-            token = claim(counters, phase, tokens, thread)
-        wait(counters, phase, tokens)
+    def embed(token, tokens, x, last_tokens, stored_tokens, embeddings, multiplier, slots, positions, table):
+        columns, together = embeddings.shape[2], embeddings.shape[3]
+        position, token_id = positions[token], last_tokens[slots[token]]
+        stored_tokens[table[slots[token], position // page_size], position % page_size] = token_id
+        panel, column = token_id // columns, token_id % columns
+        for i in range(embeddings.shape[1]):
+            for j in range(together):
+                x[token, i * together + j] = widened(embeddings[panel, i, column, j]) * multiplier
 
+    @shared
     @numba.njit(nogil=True)
-    def normalize(thread, counters, phase, pieces, x, weight, output):
-        piece = claim(counters, phase, pieces, thread)
-        while piece < pieces:
-            first, last = len(x) * piece // pieces, len(x) * (piece + 1) // pieces
-            norm(x[first:last], weight, eps, output[first:last])
-            finish(counters, phase)
-            piece = claim(counters, phase, pieces, thread)
-        wait(counters, phase, pieces)
+    def normalize(piece, pieces, x, weight, output):
+        first, last = len(x) * piece // pieces, len(x) * (piece + 1) // pieces
+        norm(x[first:last], weight, eps, output[first:last])
 
+    @shared
     @numba.njit(nogil=True)
-    def multiply_gates(thread, counters, phase, pieces, gate_up, output):
-        piece = claim(counters, phase, pieces, thread)
-        while piece < pieces:
-            first, last = len(output) * piece // pieces, len(output) * (piece + 1) // pieces
-            gate(gate_up[first:last], output[first:last])
-            finish(counters, phase)
-            piece = claim(counters, phase, pieces, thread)
-        wait(counters, phase, pieces)
+    def multiply_gates(piece, pieces, gate_up, output):
+        first, last = len(output) * piece // pieces, len(output) * (piece + 1) // pieces
+        gate(gate_up[first:last], output[first:last])
 
     @numba.njit(nogil=True)
     def rotate(states, positions, cos, sin, weight):
@@ -242,35 +230,24 @@ def make_forward(
                     states[token, head, i] = low * cos[at, i] + high * sin[at, i]
                     states[token, head, half + i] = high * cos[at, half + i] + low * sin[at, half + i]
 
+    @shared
     @numba.njit(nogil=True)
     def attend_rows(
-        thread, counters, phase, pieces, parts, qkv, cos, sin, window, slots, positions, table, keys, values,
-        head_norms, scores, attended,
-    ):  # fmt: skip
-        """Rotate, store and attend. An item is one of ``pieces`` of the rows and one of ``parts`` of the kv heads."""
-        tokens, items = len(qkv), pieces * parts
-        lengths, order = positions + 1, np.arange(tokens)
+        item, items, parts, qkv, cos, sin, window, slots, positions, table, keys, values, head_norms, scores, attended
+    ):
+        """Rotate, store and attend. An item is a piece of the rows and one of ``parts`` of the kv heads."""
+        piece, part, pieces = item // parts, item % parts, items // parts
+        begin, end = len(qkv) * piece // pieces, len(qkv) * (piece + 1) // pieces
+        first, last = kv_heads * part // parts, kv_heads * (part + 1) // parts
+        rows, slots, positions = np.arange(begin, end), slots[begin:end], positions[begin:end]
+        queries, new_keys = qkv[:, first * group : last * group], qkv[begin:end, heads + first : heads + last]
+        new_values = qkv[begin:end, rotated + first : rotated + last]
+        rotate(queries[begin:end], positions, cos, sin, head_norms[0])
+        rotate(new_keys, positions, cos, sin, head_norms[1])
+        store(new_keys, new_values, keys, values, slots, positions, table, first)
+        lengths = positions + 1
         firsts = np.maximum(lengths - window, 0)
-        item = claim(counters, phase, items, thread)
-        while item < items:
-            piece, part = item // parts, item % parts
-            begin, end = tokens * piece // pieces, tokens * (piece + 1) // pieces
-            first, last = kv_heads * part // parts, kv_heads * (part + 1) // parts
-            queries, new_keys = qkv[:, first * group : last * group], qkv[:, heads + first : heads + last]
-            new_values = qkv[:, rotated + first : rotated + last]
-            rotate(queries[begin:end], positions[begin:end], cos, sin, head_norms[0])
-            rotate(new_keys[begin:end], positions[begin:end], cos, sin, head_norms[1])
-            store(
-                new_keys[begin:end], new_values[begin:end], keys, values, slots[begin:end], positions[begin:end], table,
-                first,
-            )  # fmt: skip
-            attend(
-                queries, keys, values, order[begin:end], slots[begin:end], firsts[begin:end], lengths[begin:end], table,
-                score_scale, scores, attended, first,
-            )  # fmt: skip
-            finish(counters, phase)
-            item = claim(counters, phase, items, thread)
-        wait(counters, phase, items)
+        attend(queries, keys, values, rows, slots, firsts, lengths, table, score_scale, scores, attended, first)
 
     def forward(
         thread, counters, hidden, workspace, last_tokens, stored_tokens, embeddings, multiplier, cos, sin, windows,
@@ -304,14 +281,16 @@ def make_forward(
         parts = kv_heads if tokens < 2 * threads else 1
         scores = new_scores(group, positions.max() + 1)
         zero, one = np.float32(0), np.float32(1)
-        embed(thread, counters, 0, x, last_tokens, stored_tokens, embeddings, multiplier, slots, positions, table)
+        embed(
+            thread, counters, 0, tokens, x, last_tokens, stored_tokens, embeddings, multiplier, slots, positions, table
+        )
         for layer in range(weights.shape[0]):
             address, phase = weights[layer], 1 + phases * layer
             normalize(thread, counters, phase, pieces, x, norms[2 * layer], normed)
             product(thread, counters, phase + 1, normed, address[0, 0], address[0, 1], qkv_biases[layer], flat, zero)
             attend_rows(
-                thread, counters, phase + 2, pieces, parts, qkv, cos, sin, windows[layer], slots, positions, table,
-                keys[layer], values[layer], head_norms[layer], scores, attended,
+                thread, counters, phase + 2, pieces * parts, parts, qkv, cos, sin, windows[layer], slots, positions,
+                table, keys[layer], values[layer], head_norms[layer], scores, attended,
             )  # fmt: skip
             product(thread, counters, phase + 3, attended, address[1, 0], address[1, 1], output_biases[layer], x, one)
             normalize(thread, counters, phase + 4, pieces, x, norms[2 * layer + 1], normed)

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 Entering = tuple[torch.Tensor, torch.Tensor]  # token ids ``[tokens]`` or hidden states of a stage, and positions
 Outcome = tuple[Sampled, list[ScoredTokens]]  # of a shard or micro-batch
+# Rows of a thread in a decode step from which on it computes its own rows, because logits that another thread has
+# written take long to read.
+_MANY_ROWS = 16
 
 
 class StepRunner:
@@ -213,7 +216,18 @@ class StepRunner:
         return self._threads.run(jobs, barrier)
 
     def _decode(self, inputs: StepInputs, timing: Timing) -> list[Outcome]:
-        """Run a step whose rows all decode. The threads share the work of the fused decoder and of its head."""
+        """Run a step whose rows all decode.
+
+        The threads share the work of the fused decoder and of its head. With many rows, each computes its own rows.
+        """
+        if len(inputs.positions) >= _MANY_ROWS * self._threads.size:
+            timings = [timing, *(Timing() for _ in inputs.shards[1:])]  # that of the first shard is the step's
+            return self._threads.run(
+                [
+                    partial(self._decode_shard, inputs, shard, each)
+                    for shard, each in zip(inputs.shards, timings, strict=True)
+                ]
+            )
         fused, table = cast("FusedDecoder", self._fused), self._slots
         slots, sampled = inputs.last_slots, inputs.positions + 1
         started = time.perf_counter_ns()
@@ -227,6 +241,17 @@ class StepRunner:
             outcomes = self._threads.run(jobs)
         timing.sample += time.perf_counter_ns() - forwarded
         return [(each, []) for each in outcomes]
+
+    def _decode_shard(self, inputs: StepInputs, shard: Shard, timing: Timing) -> Outcome:
+        """Run the shard of a step whose rows all decode."""
+        fused, table, rows = cast("FusedDecoder", self._fused), self._slots, slice(shard.start, shard.end)
+        started = time.perf_counter_ns()
+        hidden = fused(table.last_tokens, inputs.last_slots[rows], inputs.positions[rows], table.page_table)
+        forwarded = time.perf_counter_ns()
+        timing.forward += forwarded - started
+        sampled = self._sample_shard(shard, hidden)
+        timing.sample += time.perf_counter_ns() - forwarded
+        return sampled, []
 
     @torch.inference_mode()
     def _compute_shard(

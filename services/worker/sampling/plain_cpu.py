@@ -17,7 +17,7 @@ from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.lanes_cpu import LANES, LOG2_E, weigh
 from services.worker.layers.linear_cpu import WithAddress, addresses, storage_of
 from services.worker.layers.products_cpu import WeightStorage, make_team_product
-from services.worker.layers.team_cpu import Team, claim, finish, run_in_team, team_size, wait
+from services.worker.layers.team_cpu import Team, run_in_team, shared, team_size
 from services.worker.sampling.noise_cpu import gumbel
 from services.worker.step.noise import NOISE_BLOCK
 
@@ -55,6 +55,18 @@ def _compiled(storage: WeightStorage) -> Any:
     """Return the function of ``PlainHead``. The first call compiles it."""
     product, draw, most = make_team_product(storage), _compiled_draw(), _ROWS
 
+    @shared
+    @numba.njit(nogil=True)
+    def choose_token(index, rows, logits, scales, keys, chosen, finite, block):
+        values, total = logits[index], np.float32(0)
+        for value in values:
+            total += value
+        finite[index] = abs(total) < np.inf
+        if scales[index] == 0 or not finite[index]:
+            chosen[index] = _largest(values)
+        else:
+            chosen[index] = draw(values, scales[index], keys[index, 0], keys[index, 1], block)
+
     def choose(thread, counters, hidden, weight, scale, logits, scales, keys, chosen, finite):
         """Choose the tokens. Each thread of a team may call it with its number."""
         block, no_bias = np.empty(NOISE_BLOCK + LANES, np.float32), np.empty(0, np.float32)
@@ -62,20 +74,11 @@ def _compiled(storage: WeightStorage) -> Any:
             inputs, phase = hidden[start : start + most], 2 * (start // most)
             rows = len(inputs)
             product(thread, counters, phase, inputs, weight, scale, no_bias, logits[:rows], np.float32(0))
-            index = claim(counters, phase + 1, rows, thread)
-            while index < rows:
-                row, values = start + index, logits[index]
-                total = np.float32(0)
-                for value in values:
-                    total += value
-                finite[row] = abs(total) < np.inf
-                if scales[row] == 0 or not finite[row]:
-                    chosen[row] = _largest(values)
-                else:
-                    chosen[row] = draw(values, scales[row], keys[row, 0], keys[row, 1], block)
-                finish(counters, phase + 1)
-                index = claim(counters, phase + 1, rows, thread)
-            wait(counters, phase + 1, rows)
+            end = start + rows
+            choose_token(
+                thread, counters, phase + 1, rows, logits, scales[start:end], keys[start:end], chosen[start:end],
+                finite[start:end], block,
+            )  # fmt: skip
 
     integer, rows = numba.int64, numba.float32[:, ::1]
     signature = numba.void(
