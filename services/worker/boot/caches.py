@@ -18,10 +18,10 @@ _VARIABLES = {
 
 
 def keep_compiled_code_in(directory: str) -> None:
-    """Set the cache of every compiler to a subdirectory of ``directory``. Call it before any compiler runs.
+    """Set the cache of every compiler to a subdirectory of ``directory``.
 
-    Creates the directories and overwrites the compilers' own variables. Raises ``InvalidRequest`` if ``directory``
-    cannot be written.
+    Call it before FlashInfer and numba are loaded. Creates the directories and overwrites the compilers' own variables.
+    Raises ``InvalidRequest`` if ``directory`` cannot be written.
     """
     base = Path(directory).expanduser().absolute()
     try:

@@ -34,8 +34,8 @@ _LIBRARY_ROWS = 32
 # Rows of a panel that all rows of the input are multiplied by before the next. In float32 and with tiles they stay in
 # the second cache (256 KiB), and in bfloat16 without tiles in the first (16 KiB).
 _MANY_PANEL_ROWS, _FEW_PANEL_ROWS = 1024, 64
-# Rows of a panel of integers that are converted at once if the input has more than twice the rows that registers hold
-# the sums of. In float32 they stay in the first cache (24 KiB).
+# Rows of a panel of integers that are converted at once if the input has more than twice the rows whose sums fit into
+# the registers. In float32 they stay in the first cache (24 KiB).
 _WIDENED_ROWS = 96
 # Rows of the input that are multiplied by all panels before the next. They stay in the second cache beside a panel.
 _INPUT_ROWS = 128
@@ -132,7 +132,7 @@ def _make_panel_product(storage: WeightStorage) -> tuple[Function, Function, Fun
             return output.size
         rest = np.zeros((rows, columns), np.float32)  # the last panel has fewer columns in the output
         add_panel(x, prepared, panel, weight, scale, rest.ctypes.data, columns * 4)
-        # Loops, because numba takes seconds to compile what may raise an error about shapes.
+        # Loops, because numba takes seconds to compile an array addition, which can raise an error about shapes.
         for row in range(rows):
             for column in range(begin, end):
                 output[row, column] += rest[row, column - begin]

@@ -116,17 +116,18 @@ def wait(counters, phase, items):
             _sched_yield()
 
 
-def shared(work):
+def share(work):
     """Return ``run(thread, counters, phase, items, *arguments)``, which takes part in a phase.
 
-    It calls ``work(item, items, *arguments)``, a compiled function, for each item that the thread claims.
+    It compiles ``work(item, items, *arguments)``, and calls it for each item that the thread claims.
     """
+    compiled = numba.njit(nogil=True)(work)
 
     @numba.njit(nogil=True)
     def run(thread, counters, phase, items, *arguments):
         item = claim(counters, phase, items, thread)
         while item < items:
-            work(item, items, *arguments)
+            compiled(item, items, *arguments)
             finish(counters, phase)
             item = claim(counters, phase, items, thread)
         wait(counters, phase, items)

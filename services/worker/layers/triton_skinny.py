@@ -73,11 +73,11 @@ def choose_product(rows: int, linear: LinearWeights) -> ProductOptions:
     if linear.scale is not None:
         return ProductOptions(32 if wide else 16, 512, 4, 4 if narrow else 3)
     if rows <= _SMALLEST_DOT:
-        # Programs of the next product take the places that are free on a multiprocessor before this product ends. If
-        # they are neither all programs of the next product nor none, some multiprocessors have more to do than others.
-        # A multiprocessor of an H200 has three places with four stages, and four with three.
-        programs = triton.cdiv(triton.cdiv(outputs, 16), multiprocessors(linear.weight.device))  # of a multiprocessor
-        return ProductOptions(16, 512, 4, 4 if programs in (1, 3) else 3)
+        # A multiprocessor of an H200 has room for three programs with four stages, and for four with three. Programs of
+        # the next product start in the room that is left. If it is enough for some of them only, they are distributed
+        # unevenly, and the next product takes longer.
+        resident = triton.cdiv(triton.cdiv(outputs, 16), multiprocessors(linear.weight.device))
+        return ProductOptions(16, 512, 4, 4 if resident in (1, 3) else 3)
     if wide:
         return ProductOptions(32, 256, 4, 4)
     return ProductOptions(16, 256, 4, 6) if narrow else ProductOptions(16, 512, 4, 6)

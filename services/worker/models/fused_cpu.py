@@ -26,7 +26,7 @@ from services.worker.layers.fast_cpu import FastCpuKernels, compiled
 from services.worker.layers.linear import AnyLinear
 from services.worker.layers.linear_cpu import WithAddress, addresses, storage_of
 from services.worker.layers.products_cpu import WeightStorage, make_team_product
-from services.worker.layers.team_cpu import Team, run_in_team, shared, team_size
+from services.worker.layers.team_cpu import Team, run_in_team, share, team_size
 from services.worker.models.base import RankModel
 from services.worker.models.decoder import DecoderLayer, DecoderModel
 from services.worker.sampling.plain_cpu import PlainHead
@@ -34,7 +34,7 @@ from services.worker.sampling.plain_cpu import PlainHead
 _MATRIX, _CUBE, _INDICES = numba.float32[:, ::1], numba.float32[:, :, ::1], numba.int64[::1]
 _NO_WINDOW = 1 << 62  # exceeds any context
 _PHASES = 8  # of a layer
-_PIECES = 4  # into which a thread's share of the rows is divided
+_THREAD_ITEMS = 4  # into which a thread's share of the rows is divided
 # The layers that ``FusedDecoder`` computes. They may differ in their windows only.
 SUPPORTED: SupportedValues = {
     "qk_norm": ("none", "per_head"),
@@ -187,11 +187,10 @@ def make_forward(
     store, attend = kernels(head_dim, group, page_size, cached)
     norm, gate = compiled().norm, compiled().gate
     qk_norm = layer.attention.qk_norm == "per_head"
-    phases, most_pieces = _PHASES, _PIECES
+    phases, thread_items = _PHASES, _THREAD_ITEMS
 
-    @shared
-    @numba.njit(nogil=True)
-    def embed(token, tokens, x, last_tokens, stored_tokens, embeddings, multiplier, slots, positions, table):
+    @share
+    def embed(token, _tokens, x, last_tokens, stored_tokens, embeddings, multiplier, slots, positions, table):
         columns, together = embeddings.shape[2], embeddings.shape[3]
         position, token_id = positions[token], last_tokens[slots[token]]
         stored_tokens[table[slots[token], position // page_size], position % page_size] = token_id
@@ -200,14 +199,12 @@ def make_forward(
             for j in range(together):
                 x[token, i * together + j] = widened(embeddings[panel, i, column, j]) * multiplier
 
-    @shared
-    @numba.njit(nogil=True)
+    @share
     def normalize(piece, pieces, x, weight, output):
         first, last = len(x) * piece // pieces, len(x) * (piece + 1) // pieces
         norm(x[first:last], weight, eps, output[first:last])
 
-    @shared
-    @numba.njit(nogil=True)
+    @share
     def multiply_gates(piece, pieces, gate_up, output):
         first, last = len(output) * piece // pieces, len(output) * (piece + 1) // pieces
         gate(gate_up[first:last], output[first:last])
@@ -230,8 +227,7 @@ def make_forward(
                     states[token, head, i] = low * cos[at, i] + high * sin[at, i]
                     states[token, head, half + i] = high * cos[at, half + i] + low * sin[at, half + i]
 
-    @shared
-    @numba.njit(nogil=True)
+    @share
     def attend_rows(
         item, items, parts, qkv, cos, sin, window, slots, positions, table, keys, values, head_norms, scores, attended
     ):
@@ -277,7 +273,7 @@ def make_forward(
         gate_up = workspace[start : start + tokens * 2 * width].reshape(tokens, 2 * width)
         start += gate_up.size
         gated = workspace[start : start + tokens * width].reshape(tokens, width)
-        pieces = min(tokens, most_pieces * threads)
+        pieces = min(tokens, thread_items * threads)
         parts = kv_heads if tokens < 2 * threads else 1
         scores = new_scores(group, positions.max() + 1)
         zero, one = np.float32(0), np.float32(1)

@@ -5,6 +5,7 @@ Every rank of a replica receives the same plans; see ``runner/peers.py``.
 
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 Entering = tuple[torch.Tensor, torch.Tensor]  # token ids ``[tokens]`` or hidden states of a stage, and positions
 Outcome = tuple[Sampled, list[ScoredTokens]]  # of a shard or micro-batch
-# Rows of a thread in a decode step from which on it computes its own rows, because logits that another thread has
-# written take long to read.
+# Least rows per thread of a decode step for which each thread computes its own rows. Reading logits that another core
+# has written takes long.
 _MANY_ROWS = 16
 
 
@@ -208,26 +209,27 @@ class StepRunner:
         if entering is None:
             return self._decode(inputs, timing)
         barrier = None if inputs.independent else self._barriers.get(len(inputs.shards))
-        timings = [timing, *(Timing() for _ in inputs.shards[1:])]  # the timing of the first shard is the step's
-        jobs = [
-            partial(self._compute_shard, shard, entering, barrier, each)
-            for shard, each in zip(inputs.shards, timings, strict=True)
-        ]
+        return self._run_shards(partial(self._compute_shard, entering, barrier), inputs, timing, barrier)
+
+    def _run_shards(
+        self,
+        compute: Callable[[Shard, Timing], Outcome],
+        inputs: StepInputs,
+        timing: Timing,
+        barrier: threading.Barrier | None = None,
+    ) -> list[Outcome]:
+        timings = [timing, *(Timing() for _ in inputs.shards[1:])]  # that of the first shard is the step's
+        jobs = [partial(compute, shard, each) for shard, each in zip(inputs.shards, timings, strict=True)]
         return self._threads.run(jobs, barrier)
 
     def _decode(self, inputs: StepInputs, timing: Timing) -> list[Outcome]:
         """Run a step whose rows all decode.
 
-        The threads share the work of the fused decoder and of its head. With many rows, each computes its own rows.
+        The threads share the work of the fused decoder and of its head. If each thread has at least ``_MANY_ROWS``
+        rows, it computes its own rows.
         """
         if len(inputs.positions) >= _MANY_ROWS * self._threads.size:
-            timings = [timing, *(Timing() for _ in inputs.shards[1:])]  # that of the first shard is the step's
-            return self._threads.run(
-                [
-                    partial(self._decode_shard, inputs, shard, each)
-                    for shard, each in zip(inputs.shards, timings, strict=True)
-                ]
-            )
+            return self._run_shards(partial(self._decode_shard, inputs), inputs, timing)
         fused, table = cast("FusedDecoder", self._fused), self._slots
         slots, sampled = inputs.last_slots, inputs.positions + 1
         started = time.perf_counter_ns()
@@ -255,7 +257,7 @@ class StepRunner:
 
     @torch.inference_mode()
     def _compute_shard(
-        self, shard: Shard, entering: Entering, barrier: threading.Barrier | None, timing: Timing
+        self, entering: Entering, barrier: threading.Barrier | None, shard: Shard, timing: Timing
     ) -> Outcome:
         started = time.perf_counter_ns()
         inputs, positions = (tensor[shard.start : shard.end] for tensor in entering)

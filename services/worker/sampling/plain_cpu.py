@@ -17,7 +17,7 @@ from services.worker.layers.compiled_cpu import compile_function
 from services.worker.layers.lanes_cpu import LANES, LOG2_E, weigh
 from services.worker.layers.linear_cpu import WithAddress, addresses, storage_of
 from services.worker.layers.products_cpu import WeightStorage, make_team_product
-from services.worker.layers.team_cpu import Team, run_in_team, shared, team_size
+from services.worker.layers.team_cpu import Team, run_in_team, share, team_size
 from services.worker.sampling.noise_cpu import gumbel
 from services.worker.step.noise import NOISE_BLOCK
 
@@ -55,9 +55,8 @@ def _compiled(storage: WeightStorage) -> Any:
     """Return the function of ``PlainHead``. The first call compiles it."""
     product, draw, most = make_team_product(storage), _compiled_draw(), _ROWS
 
-    @shared
-    @numba.njit(nogil=True)
-    def choose_token(index, rows, logits, scales, keys, chosen, finite, block):
+    @share
+    def choose_token(index, _rows, logits, scales, keys, chosen, finite, block):
         values, total = logits[index], np.float32(0)
         for value in values:
             total += value
