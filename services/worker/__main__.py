@@ -58,9 +58,9 @@ def _load_libraries(config: WorkerConfig) -> Callable[..., Coroutine[Any, Any, N
 
 
 def _compiles(config: WorkerConfig) -> bool:
-    """Return whether the worker keeps compiled kernels on disk.
+    """Return whether the worker keeps compiled code in ``compile_cache_dir``.
 
-    A worker that compiles none writes nothing, so that it also runs without a home directory. A directory that the
+    Numba, on CPUs, needs no directory, so that such a worker also runs without a home directory. A directory that the
     operator set is always checked.
     """
     if (

@@ -56,7 +56,7 @@ def test_a_broken_file_is_written_again(tmp_path, monkeypatch):
 
 
 STORE = """
-import os, sys
+import sys
 import numba
 from services.worker.layers.compiled_cpu import compile_function
 
@@ -86,8 +86,7 @@ def test_functions_stored_by_two_processes_call_their_own_functions(tmp_path):
     script = tmp_path / "store.py"
     script.write_text(STORE)
     # Names also depend on the order of a set, which a fixed seed keeps.
-    paths = {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.getcwd()}
-    environment = os.environ | paths | {"PYTHONHASHSEED": "0"}
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONHASHSEED": "0"}
 
     def run(*factors: int) -> list[int]:
         command = [sys.executable, str(script), *map(str, factors)]

@@ -26,9 +26,7 @@ FLAGS = ChosenWorkerConfig(
 )
 ARCHITECTURES = {
     "bart": {},  # positions that the model counts
-    "bloom": {
-        "seq_length": 256
-    },  # attention in its own code, with a bias by position; a short context needs few graphs
+    "bloom": {"seq_length": 256},  # attention in its own code, with a bias by position. A short context has few graphs
     "cohere2": {},  # windows
     "deepseek_v2": {},  # heads of 24 elements, values of 12
     "gpt2": {},  # positions in the embedding

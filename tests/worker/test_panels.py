@@ -76,10 +76,11 @@ def test_a_product_is_that_of_rounded_values(rows, inputs, outputs, dtype):
 
 
 def test_a_row_has_the_same_result_among_any_rows(dtype):
-    """Use 31 rows: from 32 on, processors with few registers use torch's library for float32, whose results differ."""
-    linear, x = fill(PanelLinear(300, 100, dtype=dtype), random(100, 300), None), random(31, 300, seed=1)
+    """From 32 rows on, processors with few registers use torch's library for float32, whose results differ."""
+    rows = 31 if dtype == torch.float32 and products_cpu.most_rows() == 1 else 37
+    linear, x = fill(PanelLinear(300, 100, dtype=dtype), random(100, 300), None), random(rows, 300, seed=1)
     together = linear(x)
-    assert all(torch.equal(linear(x[row : row + 1])[0], together[row]) for row in range(31))
+    assert all(torch.equal(linear(x[row : row + 1])[0], together[row]) for row in range(rows))
     assert torch.equal(linear(x[3:23]), together[3:23])
 
 

@@ -72,7 +72,7 @@ def test_gates_are_those_of_two_products(rows, bias):
     check(product(x, weight, bias, gated=True), F.silu(gate) * up)
 
 
-@pytest.mark.parametrize("rows", [2, 5, 16])
+@pytest.mark.parametrize("rows", [2, 3, 5, 16])
 def test_a_sum_is_prepared_for_the_next_norm(rows):
     x, weight, bias, total = (
         random(rows, INPUTS),

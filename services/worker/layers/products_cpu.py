@@ -95,7 +95,7 @@ def make_team_product(storage: WeightStorage) -> Function:
             begin, end = panel * columns, min((panel + 1) * columns, outputs)
             part, target = rows_of(prepared, first, last), output[first:last]
             multiply_panel(x[first:last], part, panel, weight, scale, target, keep)
-            if bias.size:
+            if bias.size:  # added in loops, as in ``_make_panel_product``
                 for row in range(last - first):
                     for column in range(begin, end):
                         target[row, column] += bias[column]

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 Entering = tuple[torch.Tensor, torch.Tensor]  # token ids ``[tokens]`` or hidden states of a stage, and positions
 Outcome = tuple[Sampled, list[ScoredTokens]]  # of a shard or micro-batch
-# Least rows per thread of a decode step for which each thread computes its own rows. Reading logits that another core
-# has written takes long.
+# Least rows per thread of a decode step for which each thread computes its own rows. With as many, steps are slower if
+# threads share the head.
 _MANY_ROWS = 16
 
 
