@@ -17,9 +17,9 @@ OUTPUTS = 72
 SIZES = [(4, 32, 160), (4, 32, 192), (4, 64, 1088), (4, 128, 640), (4, 256, 512), (8, 32, 160), (8, 128, 1152)]
 
 
-def quantized(codes, scales, zeros=None, columns=None) -> QuantizedWeight:
-    """A weight whose scheme does not matter."""
-    return QuantizedWeight(Scheme("plain", "int", 8, None), codes, scales, zeros, columns)
+def quantized(codes, scales, zeros=None, columns=None, bits=4) -> QuantizedWeight:
+    """Return a weight of which no more of the scheme than ``bits`` matters."""
+    return QuantizedWeight(Scheme("plain", "int", bits, None), codes, scales, zeros, columns)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = DTYPE) -> torch.Tensor:
@@ -106,7 +106,7 @@ def test_weights_of_integers_are_stored_without_a_change(bits, signed, zeros):
     points = torch.randint(low, high, (5, 4)) if zeros else None
     linear = GroupedLinear(128, (3, 5), bits=bits, group=32, offsets=True)
     target = linear.targets("a", "b")["b.weight"]
-    target.copy_quantized(quantized(codes, scales, points))
+    target.copy_quantized(quantized(codes, scales, points, bits=bits))
     found = torch.empty(5, 128)
     target.copy_to(found)
     expanded = [each.float().repeat_interleave(32, dim=1) for each in (scales, points) if each is not None]
@@ -300,8 +300,8 @@ def test_a_start_runs_each_kernel_of_a_product(inputs, outputs):
     most = most_fused_rows(outputs, inputs)
     assert {9, 17, 33, most + 1} <= set(changes)
     few, many = range(1, 17), range(17, most + 1)
-    begun = {choose_rows(outputs, inputs, rows, 4) for rows in {1, *changes}.intersection(few)}
-    assert begun == {choose_rows(outputs, inputs, rows, 4) for rows in few}
+    begun = {choose_rows(rows, weights) for rows in {1, *changes}.intersection(few)}
+    assert begun == {choose_rows(rows, weights) for rows in few}
     begun = {choose_tiles(outputs, inputs, rows, weights) for rows in set(changes).intersection(many)}
     assert begun == {choose_tiles(outputs, inputs, rows, weights) for rows in many}
 

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.described.ranks import Ranks
+from services.worker.layers.cuda_devices import even_stages, fitting_stages
 from services.worker.layers.fp8 import quantize_rows
-from services.worker.layers.grouped import GroupedLinear
+from services.worker.layers.grouped import GroupedLinear, GroupedWeights
 from services.worker.layers.kernels import TorchKernels
 from services.worker.layers.linear import Linear
 from services.worker.models.decoder import DecoderModel
@@ -174,6 +175,39 @@ def test_rows_of_padding_do_not_change_the_others():
 def test_too_many_rows_are_refused():
     with pytest.raises(ValueError, match="17 rows: expected 1 to 16"):
         product(random(17, INPUTS), random(OUTPUTS, INPUTS))
+
+
+@pytest.mark.parametrize("stage", [16384, 24576, 25088, 26624, 28672, 32768, 33280, 34816, 36864])
+def test_programs_fill_the_shared_memory_of_a_multiprocessor_and_one_program_half_of_it(stage):
+    cpu = torch.device("cpu")  # the kernels' options there are those of an H200
+    shared, own = 228 << 10, 1 << 10
+    for programs in range(1, 3 * 132 + 1):
+        average, stages = -(-programs // 132), even_stages(cpu, programs, stage)
+        assert average * (stage * (stages - 1) + own) <= shared
+        if average == 1:  # and then no more stages than that needs
+            assert 2 * (stage * (stages - 1) + own) > shared >= 2 * (stage * (stages - 2) + own)
+        else:
+            assert average * (stage * stages + own) > shared
+        assert fitting_stages(cpu, stage, stages) == stages
+    assert even_stages(cpu, 3 * 132 + 1, stage) is None
+
+
+@pytest.mark.parametrize("rows", [2, 8, 16])
+def test_shapes_that_were_measured_have_the_stages_that_were_measured(rows):
+    from services.worker.layers.triton_grouped import choose_rows
+    from services.worker.layers.triton_skinny import LinearWeights, choose_product
+
+    stages = {}
+    for outputs in (2048, 4096, 6144):
+        with torch.device("meta"):
+            plain = LinearWeights(torch.empty(outputs, 4096, dtype=torch.bfloat16))
+            fp8 = LinearWeights(torch.empty(outputs, 4096, dtype=torch.float8_e4m3fn), None, torch.empty(outputs))
+            integers = GroupedWeights.of(GroupedLinear(4096, outputs, bits=4))
+        stages[outputs] = [choose_product(rows, each).stages for each in (plain, fp8)] + [
+            choose_rows(rows, integers).stages
+        ]
+    few = {2048: [6, 9, 6], 4096: [5, 8, 5], 6144: [4, 5, 4]}
+    assert stages == (few if rows <= 8 else {2048: [5, 6, 6], 4096: [4, 5, 6], 6144: [3, 4, 5]})
 
 
 CONFIGS = {

@@ -1,7 +1,19 @@
-"""Parts of the kernels for a few rows, which ``triton_skinny_kernel`` and ``triton_grouped_kernel`` share."""
+"""Sizes and parts of kernels that the products of a few rows, ``triton_skinny`` and ``triton_grouped``, share."""
 
 import triton
 import triton.language as tl
+
+SMALLEST_DOT = 8  # the smallest number of rows of a product on tensor cores
+
+
+def padded_rows(rows: int) -> int:
+    """Return ``rows`` rounded up to a power of two, at least 8, as the tensor cores need."""
+    return max(SMALLEST_DOT, 1 << (rows - 1).bit_length())
+
+
+def stage_bytes(rows: int, outputs: int, inputs: int, bits: int) -> int:
+    """Return the bytes of a pipeline stage: ``outputs * inputs`` weights of ``bits``, and 16-bit inputs of all rows."""
+    return (outputs * bits // 8 + 2 * padded_rows(rows)) * inputs
 
 
 @triton.jit

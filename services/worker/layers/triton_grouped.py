@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 import triton
 
-from services.worker.layers.cuda_devices import fitting_stages, is_hopper, multiprocessors
+from services.worker.layers.cuda_devices import even_stages, fitting_stages, is_hopper, multiprocessors
 from services.worker.layers.gluon_grouped import LINES, WARPS, Sizes, describe, grouped_wide
 from services.worker.layers.grouped import GroupedWeights
 from services.worker.layers.operators import operator
+from services.worker.layers.triton_few_rows import SMALLEST_DOT, padded_rows, stage_bytes
 from services.worker.layers.triton_grouped_kernel import grouped_rows
 from services.worker.layers.triton_grouped_wide import grouped_dequantize, grouped_sum, grouped_tiles
 from services.worker.layers.triton_overlap import overlapping, overlaps
@@ -25,9 +26,7 @@ MOST_ROWS = 16  # of ``grouped_rows``
 _FUSED_ROWS = {1 << 23: 64, 1 << 24: 128}
 MOST_FUSED_ROWS = 256  # for more weights
 _SLICE_BYTES = 32 << 20  # of dequantized weights that are multiplied at once
-_FEW_ROWS = 4
 _LONG = 2  # inputs for each output
-_SMALLEST_DOT = 8  # the smallest number of rows of a product on tensor cores
 _SMALLEST_SLICE = 1024  # outputs
 _PROGRAMS = 132  # the number of SMs
 _MOST_SPLITS = 8
@@ -71,13 +70,17 @@ class WideOptions(NamedTuple):
     code_slots: int
 
 
-def choose_rows(outputs: int, inputs: int, rows: int, bits: int) -> RowsOptions:
-    """Return the options for ``rows`` rows."""
-    if outputs > 2 * inputs:
-        return RowsOptions(32, 512, 4, 4)
-    if bits == 4:
-        return RowsOptions(16, 1024 if inputs > 2 * outputs else 512, 4, 3)
-    return RowsOptions(16 if rows <= _FEW_ROWS else 32, 512, 4, 4)
+def choose_rows(rows: int, weights: GroupedWeights) -> RowsOptions:
+    """Return the options for ``rows`` rows, gated or not.
+
+    They were measured like those of ``choose_product``, with weights of 4 and 8 bits.
+    """
+    outputs, _ = weights.shape
+    options = RowsOptions(16, 1024, 4, 3) if rows <= SMALLEST_DOT else RowsOptions(32, 512, 4, 3)
+    programs = triton.cdiv(outputs, options.outputs)
+    stages = even_stages(weights.codes.device, programs, _stage_bytes(rows, weights, options))
+    # Rows are read for each block of outputs, and take more bytes than its weights.
+    return RowsOptions(32, 512, 4, 3) if stages is None else options._replace(stages=stages)
 
 
 def choose_tiles(outputs: int, inputs: int, rows: int, weights: GroupedWeights) -> TilesOptions:
@@ -137,7 +140,7 @@ def row_changes(weights: GroupedWeights) -> list[int]:
 
     def kernel(rows: int) -> object:
         if rows <= MOST_ROWS:
-            return choose_rows(outputs, inputs, rows, weights.bits), _padded(rows)
+            return choose_rows(rows, weights), padded_rows(rows)
         if wide and rows >= fewest_wide:
             return choose_wide(rows, weights)
         return choose_tiles(outputs, inputs, rows, weights) if rows <= most_fused_rows(outputs, inputs) else None
@@ -145,8 +148,10 @@ def row_changes(weights: GroupedWeights) -> list[int]:
     return [rows for rows in range(2, MOST_FUSED_ROWS + 2) if kernel(rows) != kernel(rows - 1)]
 
 
-def _padded(rows: int) -> int:
-    return max(_SMALLEST_DOT, 1 << (rows - 1).bit_length())
+def _stage_bytes(rows: int, weights: GroupedWeights, options: RowsOptions) -> int:
+    """Return the size of a pipeline stage of ``grouped_rows``, with the scales and offsets of the groups."""
+    factors = options.outputs * options.inputs // weights.group * (1 if weights.offsets is None else 2)
+    return stage_bytes(rows, options.outputs, options.inputs, weights.bits) + 4 * factors
 
 
 @operator(
@@ -199,19 +204,18 @@ def launch_rows(
     ``x``. ``prepare`` are the weight of the next norm and the tensors of a ``NormInput`` to write. ``overlap``: start
     while the kernel before ends. ``options``: None = choose them.
     """
-    (outputs, inputs), rows, size = weights.shape, x.shape[0], out.shape[1]
-    options = options or choose_rows(outputs, inputs, rows, weights.bits)
+    rows, size = x.shape[0], out.shape[1]
+    options = options or choose_rows(rows, weights)
     norm_weight, eps = norm or (x, 0.0)
     next_norm, next_values, next_squares = prepare or (x, out, out)
     constants = weights.constants()
-    stage = options.inputs * (options.outputs * weights.bits // 8 + _padded(rows) * x.itemsize)
-    stages = fitting_stages(x.device, stage, options.stages)
+    stages = fitting_stages(x.device, _stage_bytes(rows, weights, options), options.stages)
     grouped_rows[(triton.cdiv(size, options.outputs // 2 if gated else options.outputs),)](
         x, weights.codes, weights.scales, weights.scales if weights.offsets is None else weights.offsets,
         x if weights.bias is None else weights.bias, norm_weight, x if squares is None else squares, out, next_values,
         next_norm, next_squares, rows, eps, **constants, NORM=norm is not None and squares is None,
         PREPARED=0 if squares is None else len(squares), PREPARES=prepare is not None, GATED=gated,
-        BIAS=weights.bias is not None, ADD=add, ROWS=_padded(rows),
+        BIAS=weights.bias is not None, ADD=add, ROWS=padded_rows(rows),
         BLOCK_OUT=options.outputs, TILES=options.inputs // constants["TILE"], STAGES=stages, OVERLAP=overlap,
         num_warps=options.warps, num_stages=stages, **overlapping(overlap),
     )  # fmt: skip

@@ -11,8 +11,9 @@ import torch
 import triton
 
 from services.worker.layers.block_fp8 import BLOCK
-from services.worker.layers.cuda_devices import fitting_stages, multiprocessors, takes_ptx
+from services.worker.layers.cuda_devices import even_stages, fitting_stages, takes_ptx
 from services.worker.layers.grouped import GroupedWeights
+from services.worker.layers.triton_few_rows import SMALLEST_DOT, padded_rows, stage_bytes
 from services.worker.layers.triton_grouped import choose_rows, launch_rows
 from services.worker.layers.triton_overlap import overlapping, overlaps
 from services.worker.layers.triton_skinny_kernel import product
@@ -21,7 +22,6 @@ from services.worker.layers.triton_stream import norm_rows, stream
 MOST_ROWS = 16
 _STREAMED_WEIGHTS = 32768  # of a program for one row, all in registers
 _STREAM_WARPS = 4
-_SMALLEST_DOT = 8  # the smallest number of rows of a product on tensor cores
 
 
 class ProductOptions(NamedTuple):
@@ -66,21 +66,20 @@ class NormInput(NamedTuple):
 def choose_product(rows: int, linear: LinearWeights) -> ProductOptions:
     """Return the options for ``rows`` rows, gated or not.
 
-    They were measured on an H200 with 8 and 16 rows for a Llama of 8B, and in 16 bits also for one of 1B.
+    They were measured on an H200 in graphs of whole layers, since kernels overlap. Layers were those of Llamas of 1B
+    and 8B and of a Qwen3 of 4B, weights bfloat16 and fp8, and steps of 2 to 16 rows.
     """
-    outputs, inputs = linear.shape
-    wide, narrow = outputs > 2 * inputs, inputs > 2 * outputs
-    if linear.scale is not None:
-        return ProductOptions(32 if wide else 16, 512, 4, 4 if narrow else 3)
-    if rows <= _SMALLEST_DOT:
-        # A multiprocessor of an H200 has room for three programs with four stages, and for four with three. Programs of
-        # the next product start in the room that is left. If it is enough for some of them only, they are distributed
-        # unevenly, and the next product takes longer.
-        resident = triton.cdiv(triton.cdiv(outputs, 16), multiprocessors(linear.weight.device))
-        return ProductOptions(16, 512, 4, 4 if resident in (1, 3) else 3)
-    if wide:
-        return ProductOptions(32, 256, 4, 4)
-    return ProductOptions(16, 256, 4, 6) if narrow else ProductOptions(16, 512, 4, 6)
+    outputs, _ = linear.shape
+    options = ProductOptions(16, 512, 4, 3)
+    programs = triton.cdiv(outputs, options.outputs)
+    stages = even_stages(linear.weight.device, programs, _stage_bytes(rows, linear, options))
+    if stages is not None:
+        return options._replace(stages=stages)
+    # About six programs run at the same time. With more rows, reading the rows takes longer than reading the weights.
+    few = rows <= SMALLEST_DOT
+    if linear.scale is None:
+        return ProductOptions(16 if few else 32, 256, 4, 4)
+    return options if few else ProductOptions(32, 512, 4, 3)
 
 
 def skinny_product(
@@ -119,12 +118,12 @@ def skinny_sum(
 
     ``next_norm [outputs]`` is the weight of that norm.
     """
-    rows, (outputs, inputs) = _check_rows(x), linear.shape
+    rows, (outputs, _) = _check_rows(x), linear.shape
     if isinstance(linear, LinearWeights) and _streams(rows, linear, gated=False):
         _launch_stream(x, linear, None, False, onto, True)
         return onto
     if isinstance(linear, GroupedWeights):
-        block = choose_rows(outputs, inputs, rows, linear.bits).outputs
+        block = choose_rows(rows, linear).outputs
     else:
         block = choose_product(rows, linear).outputs
     parts = triton.cdiv(outputs, block)
@@ -148,6 +147,11 @@ def _check_rows(x: torch.Tensor) -> int:
     if not 1 <= rows <= MOST_ROWS:
         raise ValueError(f"x has {rows} rows: expected 1 to {MOST_ROWS}")
     return rows
+
+
+def _stage_bytes(rows: int, linear: LinearWeights, options: ProductOptions) -> int:
+    """Return the size of a pipeline stage of ``product``."""
+    return stage_bytes(rows, options.outputs, options.inputs, 8 * linear.weight.itemsize)
 
 
 def _streams(rows: int, linear: LinearWeights, *, gated: bool) -> bool:
@@ -199,9 +203,8 @@ def _launch_product(
     norm_weight, eps = norm or (values, 0.0)
     next_norm, norm_input = prepare or (values, NormInput(out, out))
     options = choose_product(rows, linear)
-    padded, overlap = max(_SMALLEST_DOT, triton.next_power_of_2(rows)), overlaps(weight.device)
-    stage = (options.outputs * weight.itemsize + padded * values.itemsize) * options.inputs
-    stages = fitting_stages(weight.device, stage, options.stages)
+    padded, overlap = padded_rows(rows), overlaps(weight.device)
+    stages = fitting_stages(weight.device, _stage_bytes(rows, linear, options), options.stages)
     product[(triton.cdiv(size, options.outputs // 2 if gated else options.outputs),)](
         values, weight, values if scale is None else scale, values if bias is None else bias, norm_weight,
         values if squares is None else squares, out, norm_input.values, next_norm, norm_input.squares, rows, eps,
