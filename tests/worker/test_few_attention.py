@@ -39,7 +39,7 @@ class FewCase(Case):
 def options(tile: int):
     from services.worker.attention.triton_few import FewOptions
 
-    return FewOptions(tile, 4, tile)
+    return FewOptions(tile, 4, 3)
 
 
 CONTEXTS = [1, 2, 16, 17, 40, 130]
@@ -91,8 +91,20 @@ def test_a_cache_of_fp8_is_attended_to_as_it_was_rounded(splits):
 def test_programs_are_shared_by_short_contexts_only_as_far_as_that_pays():
     from services.worker.attention.triton_few import choose_splits
 
-    found = [choose_splits(rows, 8, longest, 64) for rows in (1, 8, 16) for longest in (1, 129, 512, 4096, 1 << 17)]
-    assert found == [1, 1, 4, 32, 32, 1, 1, 4, 6, 6, 1, 1, 3, 3, 3]
+    lengths = (1, 129, 512, 4096, 1 << 17)
+    found = [choose_splits(pairs, longest, 4 * 132) for pairs in (8, 64, 128) for longest in lengths]
+    assert found == [1, 1, 4, 32, 32, 1, 1, 4, 8, 8, 1, 1, 4, 4, 4]
+
+
+@pytest.mark.parametrize("cached", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+def test_registers_and_tiles_fit_the_options_of_any_step(head_dim, cached):
+    from services.worker.attention.triton_few import MOST_ROWS, choose_options
+
+    for rows in range(1, MOST_ROWS + 1):
+        options = choose_options(rows * 8, head_dim, cached)
+        assert 16 <= options.tile <= 128
+        assert options.tile * head_dim // options.warps <= 4096  # elements of a warp
 
 
 def test_layers_of_a_step_run_one_after_the_other(monkeypatch):

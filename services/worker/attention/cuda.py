@@ -30,6 +30,7 @@ from services.worker.attention.triton_prefixes import WidePrefixes
 from services.worker.attention.triton_spans import TritonSpans
 from services.worker.attention.triton_store import rotate_and_store
 from services.worker.described.layer import AnyValue, SupportedValues
+from services.worker.layers.cuda_devices import multiprocessors
 from services.worker.layers.rotary import RotationTables
 
 Put = Callable[[np.ndarray], torch.Tensor]
@@ -174,7 +175,9 @@ class CudaAttention:
         The step has ``rows`` decode rows, which attend to at most ``longest`` tokens in this layer.
         """
         if rows <= self._few_rows:
-            return triton_few.choose_splits(max(1, rows), self.kv_heads, longest, self.head_dim)
+            pairs, keys = max(1, rows) * self.kv_heads, self.cache.all_keys
+            options = triton_few.choose_options(pairs, self.head_dim, keys.dtype)
+            return triton_few.choose_splits(pairs, longest, options.programs * multiprocessors(keys.device))
         return choose_splits(rows, self.kv_heads, longest)
 
     def layer_splits(self, rows: int, longest: int) -> list[int]:

@@ -15,13 +15,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from services.worker.attention.base import HeadNorms, LayerAttention
 from services.worker.attention.triton_decode import LOG2_E, add_sinks, as_dtype, score_factors, soft_capped
 from services.worker.attention.triton_store import round_to_cache
-from services.worker.layers.fp8 import LARGEST
+from services.worker.layers.fp8 import FP8, LARGEST
 from services.worker.layers.triton_overlap import overlapping, overlaps
 
 MOST_ROWS = 16
 _SMALLEST_DOT = 16  # the smallest side of a matrix product
-_PROGRAMS = 3 * 132  # with this number of programs, all multiprocessors are busy
 _MOST_SPLITS = 32
+_FEWEST_TOKENS = 128  # of the longest context per program
+_FEW_PAIRS = 32  # of a row and a kv head
 _MERGED = 8192  # values merged per iteration
 
 
@@ -30,18 +31,35 @@ class FewOptions(NamedTuple):
 
     tile: int  # tokens per iteration, a power of two, at least 16
     warps: int
-    share: int  # minimum tokens of the longest context per program
+    programs: int  # per multiprocessor
 
 
-def choose_options(head_dim: int) -> FewOptions:
-    """Return the options for heads of size ``head_dim``."""
-    return FewOptions(max(16, min(128, 8192 // head_dim)), 4, 128)
+def choose_options(pairs: int, head_dim: int, cached: torch.dtype) -> FewOptions:
+    """Return the options for ``pairs`` of a row and a kv head, and a cache of dtype ``cached``.
+
+    They were measured on an H200 with heads of 64 and 128 and contexts of 150 to 5,000 tokens. ``programs`` is mostly
+    the number that fits on a multiprocessor at once, which the registers of a program limit.
+    """
+    if head_dim > 128:
+        return FewOptions(_tile(8192, head_dim), 4, 3)
+    if cached == FP8:
+        few = pairs <= _FEW_PAIRS
+        return FewOptions(_tile(8192, head_dim), 4, 2) if few else FewOptions(_tile(2048, head_dim), 1, 8)
+    return FewOptions(_tile(8192, head_dim), 2, 4) if head_dim == 128 else FewOptions(_tile(8192, head_dim), 4, 6)
 
 
-def choose_splits(rows: int, kv_heads: int, longest: int, head_dim: int) -> int:
-    """Return the number of programs per row and kv head for contexts of at most ``longest`` tokens."""
-    shares: int = triton.cdiv(longest - 1, choose_options(head_dim).share)
-    return max(1, min(_PROGRAMS // (rows * kv_heads), shares, _MOST_SPLITS))
+def choose_splits(pairs: int, longest: int, programs: int) -> int:
+    """Return the number of programs per row and kv head for contexts of at most ``longest`` tokens.
+
+    ``programs`` is the largest number for all ``pairs``.
+    """
+    shares: int = triton.cdiv(longest - 1, _FEWEST_TOKENS)
+    return max(1, min(programs // pairs, shares, _MOST_SPLITS))
+
+
+def _tile(elements: int, head_dim: int) -> int:
+    """Return the tokens of a tile of at most ``elements`` elements of keys, from 16 to 128."""
+    return max(16, min(128, elements // head_dim))
 
 
 def new_arrival_counters(kv_heads: int, device: torch.device) -> torch.Tensor:
@@ -276,7 +294,7 @@ def few_attention(
     _, kv_heads, page_size, _ = keys.shape
     group = heads // kv_heads
     merged = triton.next_power_of_2(group)
-    tile, warps, _ = options or choose_options(head_dim)
+    tile, warps, _ = options or choose_options(rows * kv_heads, head_dim, keys.dtype)
     partial = lse = arrivals  # placeholders, not read
     if splits > 1:
         partial = torch.empty((rows * kv_heads * splits * group, head_dim), dtype=torch.float32, device=qkv.device)
