@@ -6,6 +6,7 @@ Names of tensors are those of the library, so that they are not written twice.
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,18 @@ _TENSORS |= {f"blk.0.{name}.weight": shape for name, shape in _LAYER.items()}
 
 
 def write_gguf(
-    path: Path, directory: Path, *, kind: gguf.GGMLQuantizationType = F32, pre: str = "gpt-2", **fields: Any
+    path: Path,
+    directory: Path,
+    *,
+    kind: gguf.GGMLQuantizationType = F32,
+    blocks: Callable[[str, np.ndarray], tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
+    pre: str = "gpt-2",
+    **fields: Any,
 ) -> Path:
     """Write the checkpoint in ``directory`` to the file ``path``, its matrices as ``kind``. Return ``path``.
 
-    ``fields`` are added to those of the architecture; a value of None leaves one out.
+    ``blocks`` returns the content of a matrix, by its name in the file, and its type. ``fields`` are added to those of
+    the architecture; a value of None leaves one out.
     """
     config = json.loads((directory / "config.json").read_text())
     name = _NAMES.get(config["model_type"], config["model_type"])
@@ -63,7 +71,10 @@ def write_gguf(
     for key, value in (given | fields).items():
         _add(writer, key, value)
     for key, tensor in _tensors(directory, name, config).items():
-        if tensor.ndim > 1 and kind != F32:
+        if tensor.ndim > 1 and blocks is not None:
+            content, raw = blocks(key, tensor)
+            writer.add_tensor(key, content, raw_dtype=raw)
+        elif tensor.ndim > 1 and kind != F32:
             writer.add_tensor(key, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
         else:
             writer.add_tensor(key, tensor)
@@ -192,3 +203,18 @@ def model(path: Path, architecture: str = "llama", **changes: object) -> Path:
     for name, shape in _TENSORS.items():
         writer.add_tensor(name, np.ones(shape, np.float32))
     return write(writer, path)
+
+
+def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Return random blocks of the type ``kind`` for a tensor of ``shape``, ``[*shape[:-1], bytes]`` uint8.
+
+    Scales are from 1e-4 to 1e-3.
+    """
+    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    generator = np.random.default_rng(seed)
+    content = generator.integers(0, 256, (*shape[:-1], shape[-1] // elements, size), dtype=np.uint8)
+    halves = 2 if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
+    scales = generator.uniform(1e-4, 1e-3, (*content.shape[:-1], halves)).astype(np.float16)
+    scale_bytes = slice(-2, None) if kind == "Q6_K" else slice(2 * halves)
+    content[..., scale_bytes] = scales.view(np.uint8)
+    return content.reshape(*shape[:-1], -1)

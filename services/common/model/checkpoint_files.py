@@ -38,7 +38,7 @@ class StoredTensor:
 
     dtype: str  # of the values that are read: a key of ``_BITS``
     shape: tuple[int, ...]
-    packed: str = ""  # the type of the blocks in a GGUF file, which are converted to ``dtype`` when they are read
+    packed: str = ""  # the type in a GGUF file, whose values are read as ``dtype`` unless they stay quantized
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +97,7 @@ def read_shards(directory: Path) -> Iterator[CheckpointShard | BrokenFile]:
 def gguf_shard(file: GgufFile) -> CheckpointShard:
     """Return a GGUF file's tensors by their names in safetensors files. Raises ``InvalidRequest``."""
     sources = tensor_sources(file)
-    # Blocks are converted to float32 when they are read.
+    # The dtype is that of converted values. Weights that stay quantized are read as integers.
     tensors = {name: StoredTensor("F32", source.shape, source.tensor.type.name) for name, source in sources.items()}
     return CheckpointShard(file.path, file.size, tensors)
 

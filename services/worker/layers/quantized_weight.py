@@ -1,5 +1,6 @@
 """The form of quantized weights, which is the same for all formats, and its conversion to float32."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,13 +11,14 @@ _CONVERTED = 1 << 22  # values converted at once
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight ``[rows, columns]``: ``(codes - zeros) * scales``, with zeros and scales of the block of each value."""
+    """A weight ``[rows, columns]``: ``(codes - zeros) * scales + offsets``. All but codes are those of a block."""
 
     scheme: Scheme
     codes: torch.Tensor  # [rows, columns] float8_e4m3fn, int8 or uint8
     scales: torch.Tensor  # [row blocks, column blocks] float32
     zeros: torch.Tensor | None  # as ``scales``, integers of any dtype; None = zeros are zero
-    columns: torch.Tensor | None  # [columns] int64, the block of each column; None = neighbours share a block
+    columns: torch.Tensor | None = None  # [columns] int64, the block of each column; None = neighbours share a block
+    offsets: torch.Tensor | None = None  # as ``scales``; None = offsets are zero
 
     def narrow(self, dimension: int, start: int, size: int) -> "QuantizedWeight":
         """Return ``size`` rows (``dimension`` 0) or columns (1) from ``start``.
@@ -39,6 +41,7 @@ class QuantizedWeight(NamedTuple):
             codes=self.codes.narrow(dimension, start, size),
             scales=of_blocks(self.scales),
             zeros=None if self.zeros is None else of_blocks(self.zeros),
+            offsets=None if self.offsets is None else of_blocks(self.offsets),
         )
 
     def _block(self, dimension: int) -> int:
@@ -48,11 +51,16 @@ class QuantizedWeight(NamedTuple):
 
     def cloned(self) -> "QuantizedWeight":
         """Return a copy in memory of its own, because files that are mapped may change."""
+        columns = None if self.columns is None else self.columns.clone()
+        return self.with_rows(torch.Tensor.clone)._replace(columns=columns)
+
+    def with_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "QuantizedWeight":
+        """Return the weight with ``change`` of the rows of each tensor. Each row must have scales of its own."""
         return self._replace(
-            codes=self.codes.clone(),
-            scales=self.scales.clone(),
-            zeros=None if self.zeros is None else self.zeros.clone(),
-            columns=None if self.columns is None else self.columns.clone(),
+            codes=change(self.codes),
+            scales=change(self.scales),
+            zeros=None if self.zeros is None else change(self.zeros),
+            offsets=None if self.offsets is None else change(self.offsets),
         )
 
     @property
@@ -82,6 +90,8 @@ class QuantizedWeight(NamedTuple):
             if self.zeros is not None:
                 _of_blocks(part, size, blocks).sub_(_expanded(self.zeros.float(), lines, blocks))
             _of_blocks(part, size, blocks).mul_(_expanded(self.scales, lines, blocks))
+            if self.offsets is not None:
+                _of_blocks(part, size, blocks).add_(_expanded(self.offsets, lines, blocks))
         return values
 
 

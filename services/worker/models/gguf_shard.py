@@ -1,7 +1,7 @@
 """Reads the tensors of a GGUF file, under the names of safetensors files and with their layout.
 
 Values in blocks become float32, by the library ``gguf`` of ggml's authors. The target of a tensor rounds them to the
-dtype of the model.
+dtype of the model, or takes the integers of the blocks as they are.
 """
 
 import math
@@ -18,6 +18,10 @@ import torch
 from services.common.errors import InvalidRequest
 from services.common.model.gguf_file import is_gguf, read_gguf
 from services.common.model.gguf_names import TensorSource, tensor_sources
+from services.common.model.quantized.gguf import SCHEMES
+from services.common.model.quantized.scheme import Scheme
+from services.worker.layers.quantized_weight import QuantizedWeight
+from services.worker.models.gguf_blocks import read_blocks
 
 # Types without blocks, which need no conversion.
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -63,6 +67,21 @@ class GgufSlice:
         """Return the shape of the tensor."""
         return list(self._source.shape)
 
+    @property
+    def scheme(self) -> Scheme | None:
+        """The scheme by which the tensor is quantized, or None."""
+        return SCHEMES.get(self._source.tensor.type.name)
+
+    def weight(self) -> QuantizedWeight:
+        """Return the matrix ``[rows, columns]`` as integers, in which its type must be. Raises ``InvalidRequest``."""
+        rows, columns = self._source.shape
+        first = (self._source.expert or 0) * rows
+        content = torch.from_numpy(self._content(first * columns, (first + rows) * columns))
+        weight = read_blocks(content, self._source.tensor.type.name, columns)
+        if self._source.change != "interleaved":
+            return weight
+        return weight.with_rows(self._uninterleaved)
+
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return the items of ``index``, as of a tensor. If it begins with a slice, only those rows are read."""
         first, *others = index if isinstance(index, tuple) else (index,)
@@ -80,23 +99,36 @@ class GgufSlice:
         inside = math.prod(shape[1:])  # elements of a row
         values = self._values((before + start) * inside, (before + stop) * inside).reshape(stop - start, *shape[1:])
         if source.change == "interleaved":
-            values = values.unflatten(0, (source.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+            values = self._uninterleaved(values)
         if source.change == "added":
             values = values.float() - 1.0
         return values
 
-    def _values(self, start: int, stop: int) -> torch.Tensor:
-        """Return elements of the stored tensor, ``[stop - start]``. Both are the beginning of a block."""
+    def _uninterleaved(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return ``rows`` of all heads in the order of the checkpoint."""
+        ordered: torch.Tensor = rows.unflatten(0, (self._source.heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        return ordered
+
+    def _content(self, start: int, stop: int) -> np.ndarray:
+        """Return the ``[bytes]`` uint8 of elements of the stored tensor. Both numbers are the beginning of a block.
+
+        Raises ``InvalidRequest``.
+        """
         kind = self._source.tensor.type
-        content: Any = np.empty((stop - start) // kind.elements * kind.nbytes, np.uint8)
+        content = np.empty((stop - start) // kind.elements * kind.nbytes, np.uint8)
         begin, done = self._source.tensor.offset + start // kind.elements * kind.nbytes, 0
         while done < len(content):  # without a position in the file, which threads would share
-            count = os.preadv(self._file.fileno(), [content[done:]], begin + done)
+            count = os.preadv(self._file.fileno(), [content[done:].data], begin + done)
             if count == 0:
                 raise InvalidRequest(
                     f"{self._path} ends inside of {self._source.tensor.name}; fetch the file again", field="model"
                 )
             done += count
+        return content
+
+    def _values(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements of the stored tensor, ``[stop - start]``. Both are the beginning of a block."""
+        kind, content = self._source.tensor.type, self._content(start, stop)
         if kind.name in _PLAIN:
             return torch.from_numpy(content).view(_PLAIN[kind.name])
         made = np.empty(stop - start, np.float32)

@@ -17,7 +17,7 @@ from services.common.model.quantized.tensors import CODES, QuantizedTensor, quan
 def quantization_of(directory: Path) -> Quantization | None:
     """Return how the weights in ``directory`` are quantized, or None. Raises ``InvalidRequest``.
 
-    The blocks of a GGUF file, which ``directory`` may also be, are not described here.
+    The blocks of a GGUF file, which ``directory`` may also be, are not described here; see ``gguf_quantization``.
     """
     return None if is_gguf(directory) else read_quantization(read_json(directory / "config.json"))
 

@@ -15,7 +15,8 @@ from services.common.model.quantized.patterns import NamePattern
 # ``gptq``: values in words along the inputs, transposed, and zeros minus one; ``gptq_v2``: zeros as they are
 # ``awq``: values in words along the outputs, in AWQ's order of columns, transposed
 # ``mxfp4``: the experts of gpt-oss, two values a byte
-Layout: TypeAlias = Literal["plain", "packed", "gptq", "gptq_v2", "awq", "mxfp4"]
+# ``gguf``: blocks of a GGUF file with scales in float16; ``gguf_k``: blocks with scales of two levels (K quants)
+Layout: TypeAlias = Literal["plain", "packed", "gptq", "gptq_v2", "awq", "mxfp4", "gguf", "gguf_k"]
 ALL = 0  # in a block: all rows, or all columns
 LARGEST_BLOCK = 1 << 20  # rows or columns of a block
 
@@ -24,20 +25,23 @@ LARGEST_BLOCK = 1 << 20  # rows or columns of a block
 class Scheme:
     """The form in which the weights of a module are quantized.
 
-    A weight is ``(value - zero) * scale``. The values of a block share a scale and a zero. A block has ``block[0]``
-    rows (outputs) and ``block[1]`` columns (inputs).
+    A weight is ``(value - zero) * scale``, in GGUF files ``value * scale + offset``. The values of a block share scale,
+    zero and offset. A block has ``block[0]`` rows (outputs) and ``block[1]`` columns (inputs).
     """
 
     layout: Layout
-    kind: Literal["float", "int"]
-    bits: int  # of a value: 4 or 8
+    kind: Literal["float", "int", "other"]  # other: a type that is always converted, without bits and a block
+    bits: int  # of a stored value: 4 or 8
     block: tuple[int, int] | None  # None = one scale per tensor or per row, as the shape of the scales says
-    zeros: bool = False  # the weight must have zeros; without them, values are around zero
+    zeros: bool = False  # the weight must have zeros or offsets; without them, values are around zero
     symmetric: bool = False  # values are around zero, although the weight has zeros
     ordered: bool = False  # the weight may have the block of each column
     act_order: bool = False  # the columns of a block need not be neighbours
+    name: str = ""  # of the format, if it has one
 
     def __str__(self) -> str:
+        if self.name:
+            return self.name
         name = "MXFP4" if self.layout == "mxfp4" else f"{'FP' if self.kind == 'float' else 'INT'}{self.bits}"
         if self.block is None:
             return name
