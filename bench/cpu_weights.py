@@ -75,7 +75,8 @@ def prompt_ms(runner: StepRunner, tokens: int) -> float:
 
 def start(config: BenchConfig, weights: str) -> StepRunner:
     """Return a runner of the model with ``weights``."""
-    flags = {"quantization": weights} if weights.startswith("int") else {"dtype": weights}
+    # With ``auto``, a GGUF file may keep its integers.
+    flags = {"quantization": weights} if weights.startswith("int") else {"quantization": "none", "dtype": weights}
     most = max(config.batches)
     pages = max(most * -(-(config.context + config.steps + 1) // 16), *(-(-each // 16) for each in config.prompts), 0)
     settings = {"torch_num_threads": config.threads, "kv_cache_num_tokens": 16 * pages, "max_seqs_per_forward": most}

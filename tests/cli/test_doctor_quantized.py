@@ -72,7 +72,7 @@ def test_weights_that_cannot_stay_quantized_are_refused(quantized):
     found, plain = only("flags", directory, **flags), only("flags", exact, **flags)
     assert found.level is plain.level is Level.FAIL
     assert found.text.startswith("flag quantization=checkpoint: the checkpoint's weights (INT4 in groups of 32) are")
-    assert plain.text == "flag quantization=checkpoint: the checkpoint has no quantization_config for layers"
+    assert plain.text == "flag quantization=checkpoint: the layers of the checkpoint are not quantized"
     assert found.fix == plain.fix == "use quantization=auto or none"
 
 

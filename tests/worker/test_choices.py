@@ -183,6 +183,11 @@ def quantized(settings: dict[str, Any] | None, device: Device, **flags: Any) -> 
     """Return the value of ``quantization`` and the reason for a Llama 8B with these settings of its weights."""
     shared = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "max_position_embeddings": CONTEXT}
     model = read_model_config(shared | SHAPES["llama-8b"] | {"quantization_config": settings})
+    return chosen_quantization(model, device, **flags)
+
+
+def chosen_quantization(model: ModelConfig, device: Device, **flags: Any) -> tuple[str, str]:
+    """Return the value of ``quantization`` and the reason."""
     config = build(WorkerConfig, flags)
     ranks = Ranks(0, config.tp_size)
     refuse_impossible_quantization(config, device, model, ranks)
@@ -198,8 +203,8 @@ AMPERE = gpu(80, 80, capability=(8, 0))
 @pytest.mark.parametrize(
     ("settings", "device", "flags", "value", "reason"),
     [
-        (None, gpu(139), {}, "none", "the checkpoint has no quantization_config for layers"),
-        (None, cpu(20), {}, "none", "the checkpoint has no quantization_config for layers"),
+        (None, gpu(139), {}, "none", "the layers of the checkpoint are not quantized"),
+        (None, cpu(20), {}, "none", "the layers of the checkpoint are not quantized"),
         (FP8, gpu(139), {}, "checkpoint", "weights stay FP8"),
         (BLOCKS, gpu(139), {}, "checkpoint", "weights stay FP8 in blocks of 128 x 128"),
         (BLOCKS, gpu(139), {"tp_size": "2"}, "checkpoint", "weights stay FP8 in blocks of 128 x 128"),

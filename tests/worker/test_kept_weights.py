@@ -12,18 +12,20 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
+from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
-from services.common.model.json_object import read_json
+from services.common.model.quantized.gguf import SCHEMES
 from services.common.model.quantized.scheme import ALL, Scheme
 from services.worker.described.config import ModelConfig
+from services.worker.described.foreign import read_described
 from services.worker.described.forms import IN_DTYPE, LayerForm, WeightForm, layer_forms
 from services.worker.described.memory import FLOAT32, weight_bytes
 from services.worker.described.ranks import Ranks
-from services.worker.described.registry import read_model_config
 from services.worker.described.stages import layers_of
 from services.worker.layers.factory import make_kept_linears, make_linear
 from services.worker.layers.fp8 import FP8 as FP8_DTYPE
 from services.worker.layers.fp8 import copy_rows
+from services.worker.layers.grouped import GroupedLinear
 from services.worker.layers.kernels import TorchKernels
 from services.worker.layers.quantized_weight import QuantizedWeight
 from services.worker.models import staging, weights
@@ -121,13 +123,19 @@ def directories(checkpoint, tmp_path_factory):
     return make
 
 
-def config_of(directory: Path) -> ModelConfig:
-    return read_model_config(read_json(directory / "config.json"))
+def config_of(path: Path) -> ModelConfig:
+    """Return the description of the model in ``path``, a directory or a GGUF file."""
+    return read_described(path, WorkerConfig(model=str(path)))[1]
 
 
-def forms_of(directory: Path, ranks: Ranks | None = None) -> list[LayerForm]:
-    config = config_of(directory)
+def forms_of(path: Path, ranks: Ranks | None = None) -> list[LayerForm]:
+    config = config_of(path)
     return layer_forms(config, ranks or Ranks(), range(len(config.layers)))
+
+
+def kept_forms(path: Path, ranks: Ranks | None = None) -> set[WeightForm]:
+    """Return the forms of the matrices that stay quantized."""
+    return {form for each in forms_of(path, ranks) for form in each.kept}
 
 
 def made_for(config: ModelConfig, ranks: Ranks, *, kept: bool) -> DecoderModel:
@@ -136,7 +144,7 @@ def made_for(config: ModelConfig, ranks: Ranks, *, kept: bool) -> DecoderModel:
     linear = make_linear(config, torch.float32, CPU, "none")
     makers = None
     if kept:
-        makers = [make_kept_linears(each.form, torch.float32, CPU) for each in layer_forms(config, ranks, layers)]
+        makers = [make_kept_linears(each, torch.float32, CPU) for each in layer_forms(config, ranks, layers)]
     return DecoderModel(config, torch.float32, CPU, TorchKernels(), linear, makers, ranks=ranks, layers=layers)
 
 
@@ -174,7 +182,7 @@ def test_weights_keep_exactly_the_values_of_the_checkpoint(name, ranks, director
     case, form = CASES[name]
     form = IN_DTYPE if form.ordered and ranks.tp_size > 1 else form
     directory, exact = directories(case)
-    assert {each.form for each in forms_of(directory, ranks)} == {form}
+    assert kept_forms(directory, ranks) == {form} - {IN_DTYPE}
     model = loaded(directory, ranks)
     found, expected = values_of(model), values_of(loaded(exact, ranks, kept=False))
     assert found.keys() == expected.keys()
@@ -281,8 +289,21 @@ def test_layers_that_are_not_quantized_stay_in_dtype(checkpoint, tmp_path):
     chosen = files.re.compile(r".*\.layers\.0\..*_proj\.weight$")
     source = checkpoint("llama", **SIZES)
     directory, exact = files.write_quantized(source, tmp_path / "m", files.pack_quantized(32), settings, chosen=chosen)
-    assert [each.form for each in forms_of(directory)] == [WeightForm("grouped", 4, 32, False), IN_DTYPE]
+    assert [each.kept for each in forms_of(directory)] == [[WeightForm("grouped", 4, 32, False)], []]
     torch.testing.assert_close(logits_of(loaded(directory)), logits_of(loaded(exact, kept=False)), rtol=0, atol=1e-4)
+
+
+def test_matrices_that_are_not_quantized_stay_in_dtype(checkpoint, tmp_path):
+    settings = compressed("pack-quantized", INT4, ignore=["lm_head", "re:.*down_proj"])
+    chosen = files.re.compile(r".*(self_attn|gate|up).*_proj\.weight$")
+    source = checkpoint("llama", **SIZES)
+    directory, exact = files.write_quantized(source, tmp_path / "m", files.pack_quantized(32), settings, chosen=chosen)
+    [form] = set(forms_of(directory))
+    assert (form.forms.down, form.reason) == (IN_DTYPE, "")
+    assert form.kept == [WeightForm("grouped", 4, 32, False)]
+    model = loaded(directory)
+    assert not is_quantized(model, "model.layers.0.mlp.down_proj.weight")
+    torch.testing.assert_close(logits_of(model), logits_of(loaded(exact, kept=False)), rtol=0, atol=1e-4)
 
 
 def test_plain_weights_that_the_settings_call_quantized_are_quantized_with_a_line_in_the_log(directories, tmp_path):
@@ -302,9 +323,20 @@ def test_plain_weights_that_the_settings_call_quantized_are_quantized_with_a_lin
     assert not logs
 
 
+def test_a_tied_head_that_a_flag_quantizes_is_not_in_the_log(checkpoint, tmp_path):
+    source = checkpoint("qwen2", **SIZES | {"tie_word_embeddings": True})
+    directory, _ = files.write_quantized(source, tmp_path / "m", CASES["fp8-tensor"][0].store, FP8)
+    config = config_of(directory)
+    assert config.tied_embeddings
+    model = DecoderModel(config, torch.bfloat16, CPU, TorchKernels(), make_linear(config, torch.bfloat16, CPU, "fp8"))
+    with capture_logs() as logs:
+        weights.load(directory, model.targets(), model.config)
+    assert not logs
+
+
 def test_a_model_without_settings_has_no_scheme(checkpoint):
     config = config_of(checkpoint("llama", **SIZES))
-    assert layer_forms(config, Ranks(), range(2)) == [LayerForm(IN_DTYPE)] * 2
+    assert layer_forms(config, Ranks(), range(2)) == [LayerForm()] * 2
 
 
 @st.composite
@@ -355,3 +387,11 @@ def test_targets_keep_only_the_scheme_of_their_layer(directories):
     assert not keeps(embedding, scheme)
     for other in ({"bits": 8}, {"block": (1, 16)}, {"kind": "float"}, {"act_order": True}):
         assert not keeps(target, replace(scheme, **other))
+
+
+def test_integers_of_8_bits_take_those_of_4_bits_from_gguf_files_alone():
+    linear = GroupedLinear(64, 32, bits=8, group=32)
+    target = linear.targets("m")["m.weight"]
+    scheme = Scheme("gptq", "int", 4, (1, 32), zeros=True, symmetric=True)
+    assert not target.keeps(scheme)
+    assert target.keeps(SCHEMES["Q4_0"])

@@ -81,7 +81,10 @@ def test_dropped_weights_are_read_again(models, kind, flags):
 @pytest.mark.parametrize("place", [0, 1])
 def test_weights_that_cannot_stay_quantized_are_refused_at_the_start(models, place):
     """On a CPU, and where the checkpoint is not quantized."""
-    reason = ("the checkpoint's weights .* are converted to dtype on CPUs", "the checkpoint has no quantization_config")
+    reason = (
+        "the checkpoint's weights .* are converted to dtype on CPUs",
+        "the layers of the checkpoint are not quantized",
+    )
     with pytest.raises(InvalidRequest, match=f"flag quantization=checkpoint: {reason[place]}") as caught:
         boot(WorkerConfig(model=str(models["gptq"][place]), quantization="checkpoint", **FLAGS))
     assert caught.value.field == "quantization"

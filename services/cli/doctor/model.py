@@ -20,14 +20,13 @@ from services.common.model.files import (
     TEXT_FILES,
     WEIGHT_FILES,
     read_card,
-    read_config,
     resolve,
 )
 from services.common.model.gguf_file import is_gguf
 from services.common.model.quantized.checkpoint import quantization_of, read_checkpoint
 from services.worker.described.checkpoint import checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
-from services.worker.described.foreign import choose_implementation, refuse_missing_library
+from services.worker.described.foreign import read_described, refuse_missing_library
 from services.worker.described.heads import laid_out
 from services.worker.described.ranks import Ranks
 from services.worker.described.refusals import (
@@ -86,7 +85,7 @@ def find(config: DeploymentConfig) -> tuple[Path | None, list[Finding]]:
 def check_config(config: DeploymentConfig, directory: Path) -> tuple[ModelShape | None, list[Finding]]:
     """Check ``config.json``, and the flags that depend on it."""
     try:
-        described, _ = choose_implementation(read_config(directory), config.part(WorkerConfig))
+        _, described, _ = read_described(directory, config.part(WorkerConfig))
         if described.foreign is not None:
             if importlib.util.find_spec("torch") is not None:  # otherwise the workers run elsewhere
                 refuse_missing_library(described.foreign)
@@ -218,7 +217,7 @@ def check_weights(config: DeploymentConfig, directory: Path, described: ModelCon
     size = sum(shard.size for shard in shards)
     formats = ", ".join(dict.fromkeys(name for shard in shards for name in shard.formats))
     if is_gguf(directory):
-        formats = f"GGUF with {formats}, converted to dtype when it is read"
+        formats = f"GGUF with {formats}"
     elif quantization is not None:
         formats = f"{quantization.method} with {formats}"
     yield ok(

@@ -40,8 +40,8 @@ class WorkerFlags(Config):
         "auto",
         description="none: weights in dtype, also those of a quantized checkpoint; checkpoint (cuda): as the checkpoint"
         " has them, where there is a product for its format; fp8: weights and activations, scaled by row; int8, int4:"
-        " weights, scaled in groups of inputs, which makes decoding faster; auto: checkpoint on cuda if the checkpoint"
-        " is quantized, else none",
+        " weights, scaled in groups of inputs, which makes decoding faster; auto: checkpoint on cuda if weights can"
+        " stay quantized; int8 or int4 on cpu for a GGUF file whose integers they keep; else none",
     )
     kv_cache_num_tokens: Annotated[AutoInt, within(1, 2**40)] = Field(
         "auto",

@@ -14,7 +14,7 @@ from services.common.errors import InvalidRequest
 from services.common.model import files as model_files
 from services.common.model.checkpoint_files import StoredTensor
 from services.worker.described.config import ModelConfig
-from services.worker.described.foreign import choose_implementation, refuse_missing_library
+from services.worker.described.foreign import read_described, refuse_missing_library
 from services.worker.described.forms import layer_forms
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
@@ -115,8 +115,7 @@ def read_model(config: WorkerConfig) -> tuple[model_files.ModelCard, ModelConfig
 
 def _choose(config: WorkerConfig) -> _Choice:
     card = model_files.read_card(config.model, config.served_model_name, weights=config.load_format != "dummy")
-    raw = model_files.read_config(card.directory)
-    described, reason = choose_implementation(raw, config)
+    raw, described, reason = read_described(card.directory, config)
     limit = _max_context(config, described.max_context_tokens)
     return _Choice(card, raw, replace(described, max_context_tokens=limit), reason)
 
@@ -138,7 +137,7 @@ def make_model(
     local = local_config(described, ranks, layers)
     makers = None
     if config.quantization == "checkpoint":
-        makers = [make_kept_linears(each.form, dtype, device) for each in layer_forms(described, ranks, layers)]
+        makers = [make_kept_linears(each, dtype, device) for each in layer_forms(described, ranks, layers)]
     if _uses_panels(config, local, dtype, device, ranks):
         linear: LinearMaker = partial(PanelLinear, dtype=dtype)
         dtype = torch.float32  # of activations, for which the layers have compiled operators

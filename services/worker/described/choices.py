@@ -12,20 +12,22 @@ from typing import Any, Literal, NamedTuple
 from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.flags import as_text
+from services.common.model.quantized.scheme import Scheme
 from services.worker.described.checkpoint import active_parameters
 from services.worker.described.config import ModelConfig
-from services.worker.described.forms import IN_DTYPE, layer_forms
+from services.worker.described.forms import kept_bits, layer_forms
 from services.worker.described.memory import (
     BFLOAT16,
     FLOAT32,
     FP8,
+    INTEGER_BITS,
     footprint,
     margin,
     page_bytes,
     weight_bytes,
 )
 from services.worker.described.ranks import Ranks
-from services.worker.described.refusals import ROW_WISE_PRODUCTS
+from services.worker.described.refusals import ROW_WISE_PRODUCTS, refuse_integer_weights
 from services.worker.described.shares import local_config
 
 # The flags that this module chooses.
@@ -281,26 +283,44 @@ class _OnCpu(_Chooser):
 def choose_quantization(config: WorkerConfig, device: Device, model: ModelConfig, ranks: Ranks) -> tuple[str, str]:
     """Return the value of the flag ``quantization`` if it is ``auto``, and the reason. All ranks get the same."""
     forms = layer_forms(model, ranks, range(len(model.layers)))
-    found = next((each for each in forms if each.scheme is not None), None)
-    if found is None:
-        return "none", "the checkpoint has no quantization_config for layers"
-    converted = f"the checkpoint's weights ({found.scheme}) are converted to dtype"
+    schemes = dict.fromkeys(scheme for each in forms for scheme in (*each.schemes, *each.converted))
+    if not schemes:
+        return "none", "the layers of the checkpoint are not quantized"
+    converted = f"the checkpoint's weights ({_joined(schemes)}) are converted to dtype"
     if device.kind == "cpu":
-        return "none", f"{converted} on CPUs"
-    kept = [each for each in forms if each.form != IN_DTYPE]
+        integers = _choose_integers(config, model, ranks)
+        return (integers, f"weights stay {_joined(schemes)}") if integers else ("none", f"{converted} on CPUs")
+    kept = [each for each in forms if each.kept]
     if not kept:
-        return "none", f"{converted}: {found.reason}"
-    in_fp8 = any(each.form.kind in ("fp8", "fp8_blocks") for each in kept)
+        return "none", f"{converted}: {next(each.reason for each in forms if each.reason)}"
+    in_fp8 = any(form.kind in ("fp8", "fp8_blocks") for each in kept for form in each.kept)
     if config.dtype == "float32" or (config.dtype == "float16" and in_fp8):
         return "none", f"{converted}: with dtype={config.dtype} there is no product for them"
     if in_fp8 and device.capability < ROW_WISE_PRODUCTS:
         return "none", f"{converted}: {device.name} has no products in fp8 with scales of rows"
-    stay = f"weights stay {' and '.join(dict.fromkeys(str(each.scheme) for each in kept))}"
-    if len(kept) == len(forms):
+    stay = f"weights stay {_joined(dict.fromkeys(scheme for each in kept for scheme in each.schemes))}"
+    others = [each for each in forms if each.reason or not each.kept]
+    if not others:
         return "checkpoint", stay
-    other = next(each for each in forms if each.form == IN_DTYPE)
-    reason = other.reason or "the checkpoint does not quantize them"
-    return "checkpoint", f"{stay}, except in {len(forms) - len(kept)} of {len(forms)} layers: {reason}"
+    whole = all(not each.kept for each in others)
+    reason = next((each.reason for each in others if each.reason), "the checkpoint does not quantize them")
+    return "checkpoint", f"{stay}, except {'' if whole else 'some '}in {len(others)} of {len(forms)} layers: {reason}"
+
+
+def _joined(schemes: Iterable[Scheme]) -> str:
+    return " and ".join(dict.fromkeys(map(str, schemes)))
+
+
+def _choose_integers(config: WorkerConfig, model: ModelConfig, ranks: Ranks) -> str | None:
+    """Return the quantization with which CPUs keep the values of all matrices, ``int8`` or ``int4``, or None."""
+    bits = kept_bits(model)
+    if bits is None or config.dtype not in ("auto", "float32"):
+        return None
+    try:
+        refuse_integer_weights(local_config(model, ranks, range(len(model.layers))), f"int{bits}", ranks.tp_size)
+    except InvalidRequest:
+        return None
+    return f"int{bits}"
 
 
 def explained_quantization(model: ModelConfig, choices: Iterable[FlagChoice]) -> FlagChoice | None:
@@ -321,10 +341,11 @@ def refuse_impossible_quantization(config: WorkerConfig, device: Device, model: 
     if config.quantization != "checkpoint":
         return
     value, reason = choose_quantization(config, device, model, ranks)
+    others = "auto or none"
+    if value in INTEGER_BITS:
+        reason, others = f"CPUs keep these weights with quantization={value}", f"auto, {value} or none"
     if value != "checkpoint":
-        raise InvalidRequest(
-            f"flag quantization=checkpoint: {reason}; use quantization=auto or none", field="quantization"
-        )
+        raise InvalidRequest(f"flag quantization=checkpoint: {reason}; use quantization={others}", field="quantization")
 
 
 def _power_of_two(value: float) -> int:

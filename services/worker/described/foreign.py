@@ -8,12 +8,16 @@ import importlib.util
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.model.context_length import context_length
+from services.common.model.files import read_config
+from services.common.model.gguf_file import is_gguf, read_gguf
 from services.common.model.json_object import MOST_VOCABULARY, JsonObject
+from services.common.model.quantized.gguf import gguf_quantization
 from services.worker.described.config import ModelConfig, read_size
 from services.worker.described.layer import LLAMA_LAYER, ExpertsConfig
 from services.worker.described.registry import ARCHITECTURES, architecture_names, read_model_config
@@ -48,6 +52,18 @@ _STATEFUL = (
 # Architectures with attention of their own, which is not a softmax of products of queries and keys.
 _OWN_ATTENTION = ("CpmAnt", "Reformer", "XLMWithLMHeadModel", "XLNet")
 _TOWERS = ("vision_config", "audio_config", "vq_config", "image_config", "speech_config")
+
+
+def read_described(path: Path, config: WorkerConfig) -> tuple[Mapping[str, Any], ModelConfig, str]:
+    """Return ``config.json`` of the model in ``path``, a directory or a GGUF file, and ``choose_implementation`` of it.
+
+    The native description of a GGUF file says how its blocks are quantized. Raises ``InvalidRequest``.
+    """
+    raw = read_config(path)
+    described, reason = choose_implementation(raw, config)
+    if is_gguf(path) and described.foreign is None:
+        described = replace(described, quantization=gguf_quantization(read_gguf(path)))
+    return raw, described, reason
 
 
 def choose_implementation(raw: Mapping[str, Any], config: WorkerConfig) -> tuple[ModelConfig, str]:

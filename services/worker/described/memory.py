@@ -11,7 +11,7 @@ from services.common.config import ChosenWorkerConfig
 from services.common.plan.routed_experts import RoutedExpertsLayout
 from services.worker.described.checkpoint import layer_shapes
 from services.worker.described.config import ModelConfig
-from services.worker.described.forms import EXPERT_PREFIX, FP8_BLOCK, IN_DTYPE, WeightForm, layer_forms
+from services.worker.described.forms import FP8_BLOCK, IN_DTYPE, LayerForm, WeightForm, layer_forms
 from services.worker.described.naming import Shape
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import local_config
@@ -184,13 +184,13 @@ def weight_bytes(
         return model.parameters * item
     local = local_config(model, ranks, layers)
     kept = quantization == "checkpoint"
-    forms = [each.form for each in layer_forms(model, ranks, layers)] if kept else [IN_DTYPE] * len(layers)
+    forms = layer_forms(model, ranks, layers) if kept else [LayerForm()] * len(layers)
     quantization = "none" if kept else quantization
     in_dtype = _IN_DTYPE if quantization in INTEGER_BITS else ()
     total = sum(
         _tensor_bytes(shape, item, "none" if name.startswith(in_dtype) else quantization, device)
-        if form == IN_DTYPE or (form.kind == "mxfp4" and not name.startswith(EXPERT_PREFIX))
-        else _kept_bytes(shape, item, form)
+        if form.of(name) == IN_DTYPE
+        else _kept_bytes(shape, item, form.of(name))
         for layer, form in zip(local.layers, forms, strict=True)
         for name, shape in _joined(layer_shapes(local, layer, adds_bias=ranks.tp_rank == 0)).items()
     )
@@ -207,7 +207,7 @@ def weight_bytes(
 
 
 def _kept_bytes(shape: Shape, item: int, form: WeightForm) -> int:
-    """Return the size of a tensor of a layer in ``form``. Routers, which are small, count as if they had this form."""
+    """Return the size of a tensor of a layer in ``form``."""
     if len(shape) == 1:
         return shape[0] * item
     rows, columns = shape

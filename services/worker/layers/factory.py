@@ -7,7 +7,7 @@ import torch
 
 from services.common.errors import InvalidRequest
 from services.worker.described.config import ModelConfig
-from services.worker.described.forms import IN_DTYPE, WeightForm
+from services.worker.described.forms import LayerForm, WeightForm
 from services.worker.described.refusals import refuse_integer_weights
 from services.worker.layers.block_fp8 import BlockFp8Linear
 from services.worker.layers.fp8 import Fp8Linear, refuse_unquantizable
@@ -52,16 +52,12 @@ def _make_grouped(dtype: torch.dtype, bits: int) -> LinearMaker:
     return partial(GroupedLinear, bits=bits)
 
 
-def make_kept_linears(form: WeightForm, dtype: torch.dtype, device: torch.device) -> LayerLinears:
+def make_kept_linears(form: LayerForm, dtype: torch.dtype, device: torch.device) -> LayerLinears:
     """Return the constructors for a layer that keeps weights as a checkpoint has them, in ``form``.
 
     ``device`` is a GPU, or a CPU that computes a reference.
     """
-    if form.kind == "mxfp4":
-        experts = partial(GroupedLinear, bits=form.bits, group=form.group, floats=True)
-        return LayerLinears(_make_kept(IN_DTYPE, dtype, device), experts)
-    linear = _make_kept(form, dtype, device)
-    return LayerLinears(linear, linear)
+    return LayerLinears(*(_make_kept(each, dtype, device) for each in form.forms))
 
 
 def _make_kept(form: WeightForm, dtype: torch.dtype, device: torch.device) -> LinearMaker:
@@ -73,6 +69,8 @@ def _make_kept(form: WeightForm, dtype: torch.dtype, device: torch.device) -> Li
         return partial(BlockFp8Linear, dtype=dtype)
     if form.kind == "dtype":
         return partial(Linear, transposed=True)
+    if form.kind == "mxfp4":
+        return partial(GroupedLinear, bits=form.bits, group=form.group, floats=True)
 
     if device.type == "cuda":
         from services.worker.layers import triton_grouped  # noqa: F401  the operator; loads Triton

@@ -161,7 +161,7 @@ class MultiTarget:
     shape: torch.Size
     device: torch.device
 
-    def __init__(self, *targets: "torch.Tensor | QuantizedRows | MultiTarget") -> None:
+    def __init__(self, *targets: Any) -> None:
         self._targets = targets
         self.shape, self.device = targets[0].shape, targets[0].device
 
@@ -170,9 +170,31 @@ class MultiTarget:
         for target in self._targets:
             target.copy_(tensor)
 
+    def keeps(self, scheme: Scheme) -> bool:
+        """Return whether a target takes weights of ``scheme`` with ``copy_quantized``."""
+        return any(_keeps(target, scheme) for target in self._targets)
+
+    def check_quantized(self, weight: QuantizedWeight) -> None:
+        """Raise ``ValueError`` if ``copy_quantized`` would refuse ``weight``."""
+        for target in self._targets:
+            if _keeps(target, weight.scheme):
+                target.check_quantized(weight)
+
+    def copy_quantized(self, weight: QuantizedWeight) -> None:
+        """Store ``weight`` unchanged where a target keeps it, and its values elsewhere. Raises ``ValueError``."""
+        for target in self._targets:
+            if _keeps(target, weight.scheme):
+                target.copy_quantized(weight)
+            else:
+                target.copy_(weight.dequantized())
+
     def copy_to(self, rows: torch.Tensor) -> None:
         """Copy the first rows of the first target to ``rows``, float32."""
         copy_rows(self._targets[0], rows)
+
+
+def _keeps(target: Any, scheme: Scheme) -> bool:
+    return hasattr(target, "keeps") and target.keeps(scheme)
 
 
 def copy_rows(target: Any, rows: torch.Tensor) -> None:

@@ -259,7 +259,8 @@ class GroupedRows:
         return (
             scheme.kind == "int"
             and not weights.floats
-            and scheme.bits == weights.bits
+            # Parts of a matrix in a GGUF file may have fewer bits than others.
+            and (scheme.bits == weights.bits or (scheme.name != "" and scheme.bits < weights.bits))
             and rows in (ALL, 1)
             and (columns or self._inputs) % weights.group == 0
             and (weights.offsets is not None or not scheme.zeros or scheme.symmetric)
@@ -274,7 +275,7 @@ class GroupedRows:
         order = self._sorted(weight.columns)
         if self._order is not None:
             self._order.choose(order)
-        scales, places = self._factors(weight)
+        scales, offsets = self._factors(weight)
         groups = self._inputs // self._weights.group
         if len(scales) not in (1, self.shape[0]) or groups % scales.shape[1]:
             raise ValueError(
@@ -282,7 +283,7 @@ class GroupedRows:
                 " output, or one row, and a divisor of the groups"
             )
         # NaN comes from a scale that is not finite.
-        if self._weights.offsets is None and places is not None and bool((places.abs() > 0).any()):
+        if self._weights.offsets is None and offsets is not None and bool((offsets.abs() > 0).any()):
             raise ValueError("it has zero points, and its settings say that it has none")
 
     def copy_quantized(self, weight: QuantizedWeight) -> None:
@@ -294,28 +295,31 @@ class GroupedRows:
         codes = weight.codes
         if self._order is not None:
             codes = codes[:, self._order.settle().to(codes.device)]
-        scales, places = self._factors(weight)
+        scales, offsets = self._factors(weight)
         for first in range(0, len(codes), _QUANTIZED_ROWS):
             rows = codes[first : first + _QUANTIZED_ROWS].to(self.device)
             part = slice(first, first + len(rows))
-            stored = (rows.to(torch.int16) + self._shift(codes)).to(torch.uint8)
-            offsets = None if places is None else self._of_rows(places, part)
-            self._store(first, stored, self._of_rows(scales, part), offsets)
+            stored = (rows.to(torch.int16) + self._shift(weight)).to(torch.uint8)
+            own = None if offsets is None else self._of_rows(offsets, part)
+            self._store(first, stored, self._of_rows(scales, part), own)
 
     def copy_to(self, rows: torch.Tensor) -> None:
         """Copy the first values, as the product reads them, to ``rows [rows, inputs]`` float32."""
         rows.copy_(self._weights.dequantized(self._start, self._start + len(rows)))
 
-    def _shift(self, codes: torch.Tensor) -> int:
-        """Return what is added to ``codes``, which are int8 or uint8, before they are stored."""
-        return middle(self._weights.bits) if codes.dtype == torch.int8 else 0
+    def _shift(self, weight: QuantizedWeight) -> int:
+        """Return what to add to the codes of ``weight``, int8 around 0 or uint8, before they are stored."""
+        zero = middle(self._weights.bits)
+        return zero if weight.codes.dtype == torch.int8 else zero - middle(weight.scheme.bits)
 
     def _factors(self, weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the scales of ``weight`` in float32, and the offsets of its groups, of the same shape, or None."""
-        scales, zeros, shift = weight.scales.float(), weight.zeros, self._shift(weight.codes)
-        if zeros is None and shift:
+        scales, zeros = weight.scales.float(), weight.zeros
+        if zeros is None and weight.offsets is None and weight.codes.dtype == torch.int8:
             return scales, None
-        return scales, (middle(self._weights.bits) - shift - (0 if zeros is None else zeros.float())) * scales
+        zero = middle(self._weights.bits) - self._shift(weight)
+        offsets = (zero - (0 if zeros is None else zeros.float())) * scales
+        return scales, offsets if weight.offsets is None else offsets + weight.offsets
 
     def _of_rows(self, blocks: torch.Tensor, part: slice) -> torch.Tensor:
         """Return the values of the rows ``part``, ``[rows, groups]``. ``blocks`` are for one row or for all rows."""

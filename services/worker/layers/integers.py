@@ -1,7 +1,7 @@
 """Weights that are integers of 8 or 4 bits, with scales for groups of 32 inputs, of linear layers. Only for CPUs.
 
-The values are those of GGUF's types Q8_0 and Q4_1, so weights that are read from such a file do not change. The head
-has 8 bits in both.
+The formats are those of GGUF's types Q8_0 and Q4_1. Integers of Q8_0, Q5_0, Q4_1 and Q4_0 files are stored unchanged.
+The head has 8 bits with both.
 """
 
 from collections.abc import Sequence
@@ -10,14 +10,18 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from services.common.model.quantized.scheme import Scheme
+from services.worker.described.forms import integer_bits
 from services.worker.described.memory import INTEGER_GROUP, PANEL_COLUMNS
 from services.worker.layers.parts import part_targets, spans
+from services.worker.layers.quantized_weight import QuantizedWeight
 
 # Rows that are quantized at once, so that copies stay in the caches of the processor.
 _QUANTIZED_ROWS = 4 * PANEL_COLUMNS
 # Steps of the search for scales of 4 bits. Further steps gain less than 3 % of the squared error each.
 _SEARCH_STEPS = 4
 _DTYPES = {8: torch.int8, 4: torch.uint8}
+_MIDDLE = 8  # the code of zero, if integers of 4 bits are around zero
 
 
 class Integers(NamedTuple):
@@ -134,7 +138,7 @@ def zero_panels(outputs: int, inputs: int, bits: int, *before: int) -> tuple[tor
 
 
 class IntegerRows:
-    """Load target for the outputs ``start`` to ``start + size`` of a weight. It quantizes each tensor it is given.
+    """Load target for the outputs ``start`` to ``start + size`` of a weight. ``copy_`` quantizes a tensor.
 
     ``weight`` and ``scale`` are as in ``IntegerLinear``.
     """
@@ -148,11 +152,40 @@ class IntegerRows:
         """Quantize and store ``tensor [outputs, inputs]`` of any dtype and device."""
         for first in range(0, len(tensor), _QUANTIZED_ROWS):
             rows = tensor[first : first + _QUANTIZED_ROWS]
-            values, scales = to_integers(rows.to(self.device), self._bits)
-            outputs = torch.arange(self._start + first, self._start + first + len(rows))
-            place = outputs // PANEL_COLUMNS, outputs % PANEL_COLUMNS
-            self._weight.permute(0, 2, 1)[place] = values if self._bits == 8 else _paired(values)
-            self._scale.permute(0, 3, 1, 2)[place] = scales
+            self._store(first, to_integers(rows.to(self.device), self._bits))
+
+    def _store(self, first: int, rows: Integers) -> None:
+        """Store ``rows`` from row ``first`` on."""
+        values, scales = rows
+        outputs = torch.arange(self._start + first, self._start + first + len(values))
+        place = outputs // PANEL_COLUMNS, outputs % PANEL_COLUMNS
+        self._weight.permute(0, 2, 1)[place] = values if self._bits == 8 else _paired(values)
+        self._scale.permute(0, 3, 1, 2)[place] = scales
+
+    def keeps(self, scheme: Scheme) -> bool:
+        """Return whether ``copy_quantized`` takes weights of ``scheme``."""
+        return integer_bits(scheme) == self._bits
+
+    def check_quantized(self, weight: QuantizedWeight) -> None:
+        """Raise ``ValueError`` if an offset would exceed float16."""
+        most = torch.finfo(torch.float16).max / _MIDDLE
+        if self._bits == 4 and weight.offsets is None and bool((weight.scales.abs() > most).any()):
+            raise ValueError(f"it has scales above {most:,.0f}, whose offsets exceed float16")
+
+    def copy_quantized(self, weight: QuantizedWeight) -> None:
+        """Store the integers and scales of ``weight [outputs, inputs]``, of a scheme that it ``keeps``, unchanged.
+
+        Raises ``ValueError`` as ``check_quantized`` does.
+        """
+        self.check_quantized(weight)
+        codes, scales, offsets = weight.codes, weight.scales.unsqueeze(2), weight.offsets
+        if self._bits == 4 and offsets is None:
+            codes, offsets = (codes + _MIDDLE).to(torch.uint8), -_MIDDLE * weight.scales
+        if offsets is not None:
+            scales = torch.cat((scales, offsets.unsqueeze(2)), dim=2)
+        for first in range(0, len(codes), _QUANTIZED_ROWS):
+            part = slice(first, first + _QUANTIZED_ROWS)
+            self._store(first, Integers(codes[part], scales[part].half()))
 
     def copy_to(self, rows: torch.Tensor) -> None:
         """Copy the first values, as the product reads them, to ``rows [rows, inputs]`` float32."""

@@ -1,11 +1,11 @@
 """Linear layers. Projections of the same input are stored as one matrix."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from services.worker.described.forms import OfLayer
 from services.worker.layers.block_fp8 import BlockFp8Linear
 from services.worker.layers.fp8 import Fp8Linear
 from services.worker.layers.grouped import GroupedLinear
@@ -72,8 +72,4 @@ AnyLinear = Linear | Fp8Linear | BlockFp8Linear | GroupedLinear | IntegerLinear 
 LinearMaker = Callable[[int, int | Sequence[int], bool], AnyLinear]
 
 
-class LayerLinears(NamedTuple):
-    """The constructors of linear layers of a layer of the model."""
-
-    projections: LinearMaker
-    experts: LinearMaker  # experts of a mixture are stored as the weights of these
+LayerLinears = OfLayer[LinearMaker]

@@ -10,7 +10,7 @@ from services.worker.described.config import ModelConfig
 from services.worker.described.layer import AttentionConfig
 from services.worker.layers.fp8 import Quantized
 from services.worker.layers.kernels import LayerKernels
-from services.worker.layers.linear import LinearMaker
+from services.worker.layers.linear import LayerLinears
 from services.worker.parallel.exchange import Exchange
 
 
@@ -25,7 +25,7 @@ class Attention(nn.Module):
         config: ModelConfig,
         features: AttentionConfig,
         kernels: LayerKernels,
-        linear: LinearMaker,
+        linears: LayerLinears,
         *,
         adds_bias: bool = True,
     ) -> None:
@@ -37,8 +37,8 @@ class Attention(nn.Module):
         self.kernels, self.features = kernels, features
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         widths = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
-        self.qkv = linear(config.hidden_size, widths, features.qkv_bias)
-        self.output = linear(widths[0], config.hidden_size, features.output_bias and adds_bias)
+        self.qkv = linears.qkv(config.hidden_size, widths, features.qkv_bias)
+        self.output = linears.output(widths[0], config.hidden_size, features.output_bias and adds_bias)
         # A norm over padded heads divides by too many elements. Its weights are scaled accordingly while loading.
         self.eps = config.norm_eps * config.stored_head_dim / config.head_dim
         self.q_norm = self.k_norm = self.sinks = None

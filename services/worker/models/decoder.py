@@ -12,6 +12,7 @@ from services.worker.attention.base import AttentionStep, LayerAttention, Rotati
 from services.worker.attention.compiled import FIRST_LAYER
 from services.worker.described.checkpoint import norm_names
 from services.worker.described.config import ModelConfig, Windows
+from services.worker.described.forms import MATRICES
 from services.worker.described.layer import AnyValue, ExpertsConfig, LayerConfig, SupportedValues, undeclared
 from services.worker.described.ranks import ALONE as ONE_RANK
 from services.worker.described.ranks import Ranks
@@ -103,14 +104,14 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = _norm_weight(config) if before else None
         self.mlp_output_norm = _norm_weight(config) if after else None
         self.adds_in_product = adds_in_product and not after
-        self.attention = Attention(config, layer.attention, kernels, linears.projections, adds_bias=adds_bias)
+        self.attention = Attention(config, layer.attention, kernels, linears, adds_bias=adds_bias)
         self.quantizes = self.attention.qkv.quantizes
         self.mlp: Mlp | Experts
         if isinstance(layer.mlp, ExpertsConfig):
             self.mlp = Experts(config.hidden_size, layer.mlp, kernels, linears, adds_bias=adds_bias)
         else:
             width = config.intermediate_size
-            self.mlp = Mlp(config.hidden_size, width, layer.mlp, kernels, linears.projections, adds_bias=adds_bias)
+            self.mlp = Mlp(config.hidden_size, width, layer.mlp, kernels, linears, adds_bias=adds_bias)
 
     def forward(
         self,
@@ -260,12 +261,12 @@ class DecoderModel(RankModel):
             modules = (
                 DecoderLayer(self.local, layer, kernels, maker, adds_in_product, adds_bias=ranks.tp_rank == 0)
                 for layer, maker in zip(
-                    self.local.layers, makers or [LayerLinears(linear, linear)] * len(stage), strict=True
+                    self.local.layers, makers or [LayerLinears(*[linear] * len(MATRICES))] * len(stage), strict=True
                 )
             )
             self.layers = cast("Sequence[DecoderLayer]", nn.ModuleList(modules))
             self.norm = _norm_weight(config) if self.last else None
-            self.quantizes = any(layer.quantizes for layer in self.layers)
+            self.quantizes = any(getattr(each, "quantizes", 0) for layer in self.layers for each in layer.modules())
             qkv = self.layers[0].attention.qkv
             narrows = makers is None and qkv.narrows
             head = linear

@@ -70,7 +70,7 @@ class Experts(nn.Module):
         self.shared = self.shared_gate = None
         if features.shared_width:
             mlp = MlpConfig(activation=features.activation)
-            self.shared = Mlp(hidden_size, features.shared_width, mlp, kernels, linears.projections)
+            self.shared = Mlp(hidden_size, features.shared_width, mlp, kernels, linears)
             self.shared_gate = _parameter(1, hidden_size) if features.shared_gate else None
 
     @property

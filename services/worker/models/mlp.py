@@ -9,7 +9,7 @@ from services.worker.described.layer import MlpConfig
 from services.worker.layers.activations import activate
 from services.worker.layers.fp8 import Quantized
 from services.worker.layers.kernels import LayerKernels
-from services.worker.layers.linear import LinearMaker
+from services.worker.layers.linear import LayerLinears
 from services.worker.parallel.exchange import Exchange
 
 
@@ -25,7 +25,7 @@ class Mlp(nn.Module):
         width: int,
         features: MlpConfig,
         kernels: LayerKernels,
-        linear: LinearMaker,
+        linears: LayerLinears,
         *,
         adds_bias: bool = True,
     ) -> None:
@@ -36,8 +36,8 @@ class Mlp(nn.Module):
         super().__init__()
         self.kernels, self.features = kernels, features
         bias, inner = features.mlp_bias, (width, width) if features.kind == "gated" else width
-        self.inner = linear(hidden_size, inner, bias)
-        self.down = linear(width, hidden_size, bias and adds_bias)
+        self.inner = linears.inner(hidden_size, inner, bias)
+        self.down = linears.down(width, hidden_size, bias and adds_bias)
         self.quantizes = self.inner.quantizes  # as in ``Linear``
 
     def forward(self, x: torch.Tensor | Quantized, exchange: Exchange, tokens: int) -> torch.Tensor | Quantized:

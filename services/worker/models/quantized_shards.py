@@ -18,7 +18,8 @@ from services.common.model.quantized.checkpoint import parts_of, quantization_of
 from services.common.model.quantized.scheme import Quantization, Scheme
 from services.common.model.quantized.tensors import CODES, SCALES, QuantizedTensor
 from services.worker.layers.quantized_weight import QuantizedWeight
-from services.worker.models.gguf_shard import open_shard
+from services.worker.models.gguf_shard import GgufSlice, open_shard
+from services.worker.models.load_targets import keeps
 from services.worker.models.quantized_weight import read_experts, read_weight
 
 
@@ -100,6 +101,12 @@ class QuantizedSlice:
             return read_weight(self._name, self._tensor.scheme, read)
         codes, scales = (self._files[parts[role]].get_slice(parts[role])[expert] for role in (CODES, SCALES))
         return read_experts(self._tensor.scheme, codes, scales)
+
+
+def keeps_stored(target: Any, stored: Any) -> bool:
+    """Return whether a load target takes ``stored``, a tensor that is not read yet, as it is quantized."""
+    scheme = stored.scheme if isinstance(stored, QuantizedSlice | GgufSlice) else None
+    return scheme is not None and keeps(target, scheme)
 
 
 @contextmanager

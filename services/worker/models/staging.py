@@ -21,8 +21,7 @@ from services.worker.layers.quantized_weight import QuantizedWeight
 from services.worker.models import weights
 from services.worker.models.base import Staged
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.load_targets import keeps
-from services.worker.models.quantized_shards import QuantizedSlice, weight_files
+from services.worker.models.quantized_shards import keeps_stored, weight_files
 
 UPLOAD = "the upload"  # place of a tensor in errors
 _FACTOR = 0x9E3779B97F4A7C15  # odd, and close to the golden ratio times 2^64
@@ -142,8 +141,9 @@ def _read(directory: Path, model: DecoderModel, described: ModelConfig) -> Stage
 def _copied(shard: Any, name: str, target: Any, device: torch.device) -> torch.Tensor | QuantizedWeight:
     """Return a copy in host memory of a tensor of an open file, which may change. Quantized if ``target`` keeps it."""
     stored = shard.get_slice(name)
-    if isinstance(stored, QuantizedSlice) and keeps(target, stored.scheme):
-        return stored.weight().cloned()
+    if keeps_stored(target, stored):
+        weight: QuantizedWeight = stored.weight()
+        return weight.cloned()
     mapped = shard.get_tensor(name)
     return empty_on_host(mapped.shape, mapped.dtype, device).copy_(mapped)
 

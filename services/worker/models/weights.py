@@ -20,7 +20,7 @@ from services.worker.described.config import ModelConfig
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.experts import Experts
 from services.worker.models.load_targets import keeps
-from services.worker.models.quantized_shards import QuantizedShards, QuantizedSlice, weight_files
+from services.worker.models.quantized_shards import QuantizedShards, keeps_stored, weight_files
 
 # Standard deviation that models are commonly initialised with before training.
 _DEVIATION = 0.02
@@ -157,7 +157,8 @@ def _is_zero_bias(shard: Any, name: str) -> bool:
 def _is_quantized_here(target: LoadTarget, shard: Any, name: str) -> bool:
     """Return whether ``target`` quantizes a tensor that ``shard`` should have quantized, and has not."""
     scheme = shard.unused_scheme(name) if isinstance(shard, QuantizedShards) else None
-    return scheme is not None and keeps(target, scheme)
+    # A head that is tied to the embedding is quantized because of a flag.
+    return scheme is not None and name != EMBEDDING and keeps(target, scheme)
 
 
 def _skew(router: torch.Tensor) -> None:
@@ -209,7 +210,7 @@ def refusing_unfit(place: Path | str, name: str) -> Iterator[None]:
 def _fill(target: Any, shard: Any, name: str, path: Path) -> None:
     stored = shard.get_slice(name)
     _check_shape(path, name, stored.get_shape(), target.shape)
-    if isinstance(stored, QuantizedSlice) and keeps(target, stored.scheme):
+    if keeps_stored(target, stored):
         weight = stored.weight()
         with refusing_unfit(path, name):
             target.copy_quantized(weight)
