@@ -16,7 +16,8 @@ def test_no_outgoing_connection_gets_a_free_port():
 
 
 def test_a_preferred_port_is_taken_only_if_it_and_those_behind_it_are_free(monkeypatch):
-    free, other = ports.free_ports(3), ports.free_ports(3)
+    free = ports.free_ports(6)
+    other = free + 3
     assert ports.free_ports(3, free) == free
     with socket.create_server(("127.0.0.1", free + 2)):
         with pytest.raises(Unavailable, match=f"cannot listen on 127.0.0.1:{free + 2} "):
