@@ -27,10 +27,9 @@ from services.worker.layers.fp8 import FP8 as FP8_DTYPE
 from services.worker.layers.fp8 import copy_rows
 from services.worker.layers.grouped import GroupedLinear
 from services.worker.layers.kernels import TorchKernels
-from services.worker.layers.quantized_weight import QuantizedWeight
+from services.worker.layers.quantized_weight import QuantizedWeight, keeps
 from services.worker.models import staging, weights
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.load_targets import keeps
 from tests import quantized_files as files
 from tests.quantized_files import compressed
 from tests.worker.parallel.test_loading import grid

@@ -15,7 +15,7 @@ from services.common.model.quantized.scheme import ALL, Scheme
 from services.worker.described.config import ModelConfig
 from services.worker.described.refusals import refuse_fp8_products, refuse_unquantizable_sizes
 from services.worker.layers.parts import part_targets
-from services.worker.layers.quantized_weight import QuantizedWeight
+from services.worker.layers.quantized_weight import QuantizedWeight, keeps
 
 FP8 = torch.float8_e4m3fn
 _BITS = 8
@@ -172,18 +172,18 @@ class MultiTarget:
 
     def keeps(self, scheme: Scheme) -> bool:
         """Return whether a target takes weights of ``scheme`` with ``copy_quantized``."""
-        return any(_keeps(target, scheme) for target in self._targets)
+        return any(keeps(target, scheme) for target in self._targets)
 
     def check_quantized(self, weight: QuantizedWeight) -> None:
         """Raise ``ValueError`` if ``copy_quantized`` would refuse ``weight``."""
         for target in self._targets:
-            if _keeps(target, weight.scheme):
+            if keeps(target, weight.scheme):
                 target.check_quantized(weight)
 
     def copy_quantized(self, weight: QuantizedWeight) -> None:
         """Store ``weight`` unchanged where a target keeps it, and its values elsewhere. Raises ``ValueError``."""
         for target in self._targets:
-            if _keeps(target, weight.scheme):
+            if keeps(target, weight.scheme):
                 target.copy_quantized(weight)
             else:
                 target.copy_(weight.dequantized())
@@ -191,10 +191,6 @@ class MultiTarget:
     def copy_to(self, rows: torch.Tensor) -> None:
         """Copy the first rows of the first target to ``rows``, float32."""
         copy_rows(self._targets[0], rows)
-
-
-def _keeps(target: Any, scheme: Scheme) -> bool:
-    return hasattr(target, "keeps") and target.keeps(scheme)
 
 
 def copy_rows(target: Any, rows: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """The form of quantized weights, which is the same for all formats, and its conversion to float32."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -93,6 +93,11 @@ class QuantizedWeight(NamedTuple):
             if self.offsets is not None:
                 _of_blocks(part, size, blocks).add_(_expanded(self.offsets, lines, blocks))
         return values
+
+
+def keeps(target: Any, scheme: Scheme) -> bool:
+    """Return whether a load target stores weights of ``scheme`` without a change, with ``copy_quantized``."""
+    return hasattr(target, "keeps") and target.keeps(scheme)
 
 
 def _of_blocks(values: torch.Tensor, size: int, columns: torch.Tensor | None) -> torch.Tensor:

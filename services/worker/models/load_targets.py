@@ -13,7 +13,7 @@ from services.worker.described.naming import CheckpointTensor, Part
 from services.worker.described.ranks import Ranks
 from services.worker.described.shares import RankShare, evenly, kv_heads_of, vocabulary_of
 from services.worker.layers.fp8 import copy_rows
-from services.worker.layers.quantized_weight import QuantizedWeight
+from services.worker.layers.quantized_weight import QuantizedWeight, keeps
 
 Conversion: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
@@ -46,6 +46,10 @@ class SliceTarget:
         span = slice(self._share.start, self._share.start + self._share.size)
         self.target.copy_(stored[:, span] if self._dimension else stored[span])
 
+    def keeps(self, scheme: Scheme) -> bool:
+        """Return whether ``copy_quantized`` takes weights of ``scheme``."""
+        return keeps(self.target, scheme)
+
     def check_quantized(self, weight: QuantizedWeight) -> None:
         """Raise ``ValueError`` if ``copy_quantized`` would refuse ``weight``."""
         if self._share.size:
@@ -65,12 +69,6 @@ class SliceTarget:
         part = rows[:, span] if self._dimension else rows[span]
         if part.numel():
             copy_rows(self.target, part)
-
-
-def keeps(target: Any, scheme: Scheme) -> bool:
-    """Return whether a load target stores weights of ``scheme`` without a change, with ``copy_quantized``."""
-    inner = target.target if isinstance(target, SliceTarget) else target
-    return hasattr(inner, "keeps") and inner.keeps(scheme)
 
 
 class ConvertedTarget:

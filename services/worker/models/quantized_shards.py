@@ -17,9 +17,8 @@ from services.common.model.checkpoint_files import CheckpointShard, read_shards,
 from services.common.model.quantized.checkpoint import parts_of, quantization_of
 from services.common.model.quantized.scheme import Quantization, Scheme
 from services.common.model.quantized.tensors import CODES, SCALES, QuantizedTensor
-from services.worker.layers.quantized_weight import QuantizedWeight
+from services.worker.layers.quantized_weight import QuantizedWeight, keeps
 from services.worker.models.gguf_shard import GgufSlice, open_shard
-from services.worker.models.load_targets import keeps
 from services.worker.models.quantized_weight import read_experts, read_weight
 
 

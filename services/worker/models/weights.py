@@ -17,9 +17,9 @@ from services.common.model.checkpoint_files import FLOATS, StoredTensor
 from services.common.model.quantized.checkpoint import read_checkpoint
 from services.worker.described.checkpoint import EMBEDDING, HEAD, checkpoint_shapes, is_ignored
 from services.worker.described.config import ModelConfig
+from services.worker.layers.quantized_weight import keeps
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.experts import Experts
-from services.worker.models.load_targets import keeps
 from services.worker.models.quantized_shards import QuantizedShards, keeps_stored, weight_files
 
 # Standard deviation that models are commonly initialised with before training.
