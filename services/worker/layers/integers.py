@@ -13,6 +13,7 @@ from torch import nn
 from services.common.model.quantized.scheme import Scheme
 from services.worker.described.forms import integer_bits
 from services.worker.described.memory import INTEGER_GROUP, PANEL_COLUMNS
+from services.worker.layers.grouped import middle
 from services.worker.layers.parts import part_targets, spans
 from services.worker.layers.quantized_weight import QuantizedWeight
 
@@ -21,7 +22,7 @@ _QUANTIZED_ROWS = 4 * PANEL_COLUMNS
 # Steps of the search for scales of 4 bits. Further steps gain less than 3 % of the squared error each.
 _SEARCH_STEPS = 4
 _DTYPES = {8: torch.int8, 4: torch.uint8}
-_MIDDLE = 8  # the code of zero, if integers of 4 bits are around zero
+_MIDDLE = middle(4)
 
 
 class Integers(NamedTuple):
@@ -154,14 +155,6 @@ class IntegerRows:
             rows = tensor[first : first + _QUANTIZED_ROWS]
             self._store(first, to_integers(rows.to(self.device), self._bits))
 
-    def _store(self, first: int, rows: Integers) -> None:
-        """Store ``rows`` from row ``first`` on."""
-        values, scales = rows
-        outputs = torch.arange(self._start + first, self._start + first + len(values))
-        place = outputs // PANEL_COLUMNS, outputs % PANEL_COLUMNS
-        self._weight.permute(0, 2, 1)[place] = values if self._bits == 8 else _paired(values)
-        self._scale.permute(0, 3, 1, 2)[place] = scales
-
     def keeps(self, scheme: Scheme) -> bool:
         """Return whether ``copy_quantized`` takes weights of ``scheme``."""
         return integer_bits(scheme) == self._bits
@@ -194,6 +187,14 @@ class IntegerRows:
         skipped = first * PANEL_COLUMNS
         found = dequantized(self._weight[first:last], self._scale[first:last], stop - skipped)
         rows.copy_(found[:, self._start - skipped :].t())
+
+    def _store(self, first: int, rows: Integers) -> None:
+        """Store ``rows`` from row ``first`` on."""
+        values, scales = rows
+        outputs = torch.arange(self._start + first, self._start + first + len(values))
+        place = outputs // PANEL_COLUMNS, outputs % PANEL_COLUMNS
+        self._weight.permute(0, 2, 1)[place] = values if self._bits == 8 else _paired(values)
+        self._scale.permute(0, 3, 1, 2)[place] = scales
 
 
 def _paired(values: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 The layouts are those of ggml (``ggml-common.h``): a scale and, for some types, an offset in float16, then fifth bits,
 and then the lower four bits of the integers. Byte ``i`` of a group of 32 has those of value ``i`` in its low half, and
 those of value ``i + 16`` in its high half. In K quants, 256 values have a scale and a minimum in float16, and each
-group of 32 has integer factors of both.
+group of 32 has integer factors of both. There, the halves of byte ``i`` belong to neighbouring groups.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 
 from services.common.model.gguf_file import BLOCK_TYPES
-from services.common.model.quantized.gguf import SCHEMES
+from services.common.model.quantized.gguf import GROUP, SCHEMES
+from services.worker.layers.grouped import unpacked
 from services.worker.layers.quantized_weight import QuantizedWeight
 
 # Integers ``[blocks, values]`` int8 or uint8, and scales and offsets ``[blocks, groups]`` float32; None = no offsets.
@@ -36,31 +37,26 @@ def _float16(content: torch.Tensor) -> torch.Tensor:
     return content.contiguous().view(torch.float16).float()
 
 
-def _low_bits(content: torch.Tensor) -> torch.Tensor:
-    """Return the lower four bits of a group, ``[blocks, 32]`` uint8, of ``[blocks, 16]``."""
-    return torch.cat((content & 15, content >> 4), dim=1)
-
-
 def _fifth_bits(content: torch.Tensor) -> torch.Tensor:
     """Return the fifth bits of a group, in their place, ``[blocks, 32]`` uint8, of ``[blocks, 4]``."""
     return (content.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1) << 4
 
 
 def _q4_0(blocks: torch.Tensor) -> _Read:
-    return _low_bits(blocks[:, 2:]).to(torch.int8) - 8, _float16(blocks[:, :2]), None
+    return unpacked(blocks[:, 2:], GROUP).to(torch.int8) - 8, _float16(blocks[:, :2]), None
 
 
 def _q4_1(blocks: torch.Tensor) -> _Read:
-    return _low_bits(blocks[:, 4:]), _float16(blocks[:, :2]), _float16(blocks[:, 2:4])
+    return unpacked(blocks[:, 4:], GROUP), _float16(blocks[:, :2]), _float16(blocks[:, 2:4])
 
 
 def _q5_0(blocks: torch.Tensor) -> _Read:
-    codes = _low_bits(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    codes = unpacked(blocks[:, 6:], GROUP) | _fifth_bits(blocks[:, 2:6])
     return codes.to(torch.int8) - 16, _float16(blocks[:, :2]), None
 
 
 def _q5_1(blocks: torch.Tensor) -> _Read:
-    codes = _low_bits(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    codes = unpacked(blocks[:, 8:], GROUP) | _fifth_bits(blocks[:, 4:8])
     return codes, _float16(blocks[:, :2]), _float16(blocks[:, 2:4])
 
 
@@ -69,20 +65,14 @@ def _q8_0(blocks: torch.Tensor) -> _Read:
 
 
 def _q4_k(blocks: torch.Tensor) -> _Read:
-    return _k_low_bits(blocks[:, 16:]).flatten(1), *_two_levels(blocks)
+    return unpacked(blocks[:, 16:], 2 * GROUP), *_two_levels(blocks)
 
 
 def _q5_k(blocks: torch.Tensor) -> _Read:
     # Bit ``group`` of byte ``value`` is the fifth bit of that value in the group.
     groups = torch.arange(8, dtype=torch.uint8).unsqueeze(1)
     fifth = (blocks[:, 16:48].unsqueeze(1) >> groups & 1) << 4
-    return (_k_low_bits(blocks[:, 48:]) | fifth).flatten(1), *_two_levels(blocks)
-
-
-def _k_low_bits(content: torch.Tensor) -> torch.Tensor:
-    """Return the lower four bits of a K quant, ``[blocks, 8, 32]`` uint8. Neighbouring groups share bytes."""
-    pairs = content.unflatten(1, (4, 1, 32))
-    return torch.cat((pairs & 15, pairs >> 4), dim=2).flatten(1, 2)
+    return unpacked(blocks[:, 48:], 2 * GROUP) | fifth.flatten(1), *_two_levels(blocks)
 
 
 def _two_levels(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
