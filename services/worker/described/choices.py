@@ -283,7 +283,7 @@ class _OnCpu(_Chooser):
 def choose_quantization(config: WorkerConfig, device: Device, model: ModelConfig, ranks: Ranks) -> tuple[str, str]:
     """Return the value of the flag ``quantization`` if it is ``auto``, and the reason. All ranks get the same."""
     forms = layer_forms(model, ranks, range(len(model.layers)))
-    schemes = dict.fromkeys(scheme for each in forms for scheme in (*each.schemes, *each.converted))
+    schemes = [scheme for each in forms for scheme in (*each.schemes, *each.converted)]
     if not schemes:
         return "none", "the layers of the checkpoint are not quantized"
     converted = f"the checkpoint's weights ({_joined(schemes)}) are converted to dtype"
@@ -298,7 +298,7 @@ def choose_quantization(config: WorkerConfig, device: Device, model: ModelConfig
         return "none", f"{converted}: with dtype={config.dtype} there is no product for them"
     if in_fp8 and device.capability < ROW_WISE_PRODUCTS:
         return "none", f"{converted}: {device.name} has no products in fp8 with scales of rows"
-    stay = f"weights stay {_joined(dict.fromkeys(scheme for each in kept for scheme in each.schemes))}"
+    stay = f"weights stay {_joined(scheme for each in kept for scheme in each.schemes)}"
     others = [each for each in forms if each.reason or not each.kept]
     if not others:
         return "checkpoint", stay

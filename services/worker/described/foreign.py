@@ -15,6 +15,7 @@ from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.model.context_length import context_length
 from services.common.model.files import read_config
+from services.common.model.gguf_config import read_gguf_config
 from services.common.model.gguf_file import is_gguf, read_gguf
 from services.common.model.json_object import MOST_VOCABULARY, JsonObject
 from services.common.model.quantized.gguf import gguf_quantization
@@ -55,14 +56,16 @@ _TOWERS = ("vision_config", "audio_config", "vq_config", "image_config", "speech
 
 
 def read_described(path: Path, config: WorkerConfig) -> tuple[Mapping[str, Any], ModelConfig, str]:
-    """Return ``config.json`` of the model in ``path``, a directory or a GGUF file, and ``choose_implementation`` of it.
+    """Return the content of ``config.json``, the description of the model, and the reason for its implementation.
 
-    The native description of a GGUF file says how its blocks are quantized. Raises ``InvalidRequest``.
+    ``path`` is a directory or a GGUF file, whose native description also says how its blocks are quantized. Raises
+    ``InvalidRequest``.
     """
-    raw = read_config(path)
+    file = read_gguf(path) if is_gguf(path) else None
+    raw = read_config(path) if file is None else read_gguf_config(file)
     described, reason = choose_implementation(raw, config)
-    if is_gguf(path) and described.foreign is None:
-        described = replace(described, quantization=gguf_quantization(read_gguf(path)))
+    if file is not None and described.foreign is None:
+        described = replace(described, quantization=gguf_quantization(file))
     return raw, described, reason
 
 

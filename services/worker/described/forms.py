@@ -194,7 +194,7 @@ def _common_form(forms: Sequence[WeightForm]) -> WeightForm | None:
 
     Integers of 8 bits with offsets include those of 4 bits and those without offsets, if their groups are equal.
     """
-    if not forms or IN_DTYPE in forms:
+    if IN_DTYPE in forms:
         return None
     if len(forms) == 1:
         return forms[0]
