@@ -96,15 +96,37 @@ def test_programs_are_shared_by_short_contexts_only_as_far_as_that_pays():
     assert found == [1, 1, 4, 32, 32, 1, 1, 4, 8, 8, 1, 1, 4, 4, 4]
 
 
+@pytest.mark.parametrize(
+    ("pairs", "head_dim", "cached", "expected"),
+    [
+        (8, 64, torch.bfloat16, (128, 4, 6)),
+        (128, 64, torch.bfloat16, (128, 4, 6)),
+        (8, 128, torch.bfloat16, (64, 2, 4)),
+        (128, 128, torch.bfloat16, (64, 2, 4)),
+        (128, 256, torch.bfloat16, (32, 4, 3)),
+        (32, 64, FP8, (128, 4, 2)),
+        (40, 64, FP8, (32, 1, 8)),
+        (32, 128, FP8, (64, 4, 2)),
+        (40, 128, FP8, (16, 1, 8)),
+        (40, 256, FP8, (32, 4, 3)),
+        (8, 16, torch.bfloat16, (128, 4, 6)),
+    ],
+)
+def test_options_depend_on_the_heads_and_the_cache(pairs, head_dim, cached, expected):
+    from services.worker.attention.triton_few import choose_options
+
+    assert choose_options(pairs, head_dim, cached) == expected
+
+
 @pytest.mark.parametrize("cached", [torch.bfloat16, FP8])
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
-def test_registers_and_tiles_fit_the_options_of_any_step(head_dim, cached):
+def test_a_warp_holds_few_enough_elements_of_a_tile(head_dim, cached):
     from services.worker.attention.triton_few import MOST_ROWS, choose_options
 
     for rows in range(1, MOST_ROWS + 1):
         options = choose_options(rows * 8, head_dim, cached)
         assert 16 <= options.tile <= 128
-        assert options.tile * head_dim // options.warps <= 4096  # elements of a warp
+        assert options.tile * head_dim // options.warps <= 4096
 
 
 def test_layers_of_a_step_run_one_after_the_other(monkeypatch):

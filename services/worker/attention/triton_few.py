@@ -40,12 +40,12 @@ def choose_options(pairs: int, head_dim: int, cached: torch.dtype) -> FewOptions
     They were measured on an H200 with heads of 64 and 128 and contexts of 150 to 5,000 tokens. ``programs`` is mostly
     the number that fits on a multiprocessor at once, which the registers of a program limit.
     """
+    tile = _tile(8192, head_dim)
     if head_dim > 128:
-        return FewOptions(_tile(8192, head_dim), 4, 3)
+        return FewOptions(tile, 4, 3)
     if cached == FP8:
-        few = pairs <= _FEW_PAIRS
-        return FewOptions(_tile(8192, head_dim), 4, 2) if few else FewOptions(_tile(2048, head_dim), 1, 8)
-    return FewOptions(_tile(8192, head_dim), 2, 4) if head_dim == 128 else FewOptions(_tile(8192, head_dim), 4, 6)
+        return FewOptions(tile, 4, 2) if pairs <= _FEW_PAIRS else FewOptions(_tile(2048, head_dim), 1, 8)
+    return FewOptions(tile, 2, 4) if head_dim == 128 else FewOptions(tile, 4, 6)
 
 
 def choose_splits(pairs: int, longest: int, programs: int) -> int:

@@ -76,11 +76,12 @@ def choose_rows(rows: int, weights: GroupedWeights) -> RowsOptions:
     They were measured like those of ``choose_product``, with weights of 4 and 8 bits.
     """
     outputs, _ = weights.shape
-    options = RowsOptions(16, 1024, 4, 3) if rows <= SMALLEST_DOT else RowsOptions(32, 512, 4, 3)
+    # Rows are read again for each block of outputs. Therefore many rows have larger blocks.
+    wide = RowsOptions(32, 512, 4, 3)
+    options = RowsOptions(16, 1024, 4, 3) if rows <= SMALLEST_DOT else wide
     programs = triton.cdiv(outputs, options.outputs)
     stages = even_stages(weights.codes.device, programs, _stage_bytes(rows, weights, options))
-    # Rows are read for each block of outputs, and take more bytes than its weights.
-    return RowsOptions(32, 512, 4, 3) if stages is None else options._replace(stages=stages)
+    return wide if stages is None else options._replace(stages=stages)
 
 
 def choose_tiles(outputs: int, inputs: int, rows: int, weights: GroupedWeights) -> TilesOptions:

@@ -75,7 +75,8 @@ def choose_product(rows: int, linear: LinearWeights) -> ProductOptions:
     stages = even_stages(linear.weight.device, programs, _stage_bytes(rows, linear, options))
     if stages is not None:
         return options._replace(stages=stages)
-    # About six programs run at the same time. With more rows, reading the rows takes longer than reading the weights.
+    # Small tiles let about six programs run at the same time. Rows are read again for each block of outputs.
+    # Therefore many rows have larger blocks.
     few = rows <= SMALLEST_DOT
     if linear.scale is None:
         return ProductOptions(16 if few else 32, 256, 4, 4)
