@@ -9,7 +9,7 @@ def test_a_file_has_its_formats_and_its_size(tmp_path):
     path = model(tmp_path / "model.gguf")
     found = only("weights", path)
     assert found.level is Level.OK
-    assert "complete, GGUF with F32" in found.text
+    assert found.text.endswith("complete, GGUF with F32")
     assert found.facts["bytes"] == path.stat().st_size
     assert only("tokenizer", path).level is Level.OK
     [memory] = [each for each in findings("memory", path, device="cpu") if "weights_bytes" in each.facts]

@@ -73,6 +73,7 @@ def described(checkpoint, settings: dict, architecture: str = "llama", **sizes) 
 def kept_in(config: ModelConfig, ranks: Ranks | None = None) -> tuple[dict[str, WeightForm], str]:
     """Return the forms of the matrices that stay quantized, equal in all layers, and the reason for others."""
     [form] = set(layer_forms(config, ranks or Ranks(), range(len(config.layers))))
+    assert form.schemes or form.converted
     matrices = zip(MATRICES, form.forms, strict=True)
     return {matrix: each for matrix, each in matrices if each != IN_DTYPE}, form.reason
 

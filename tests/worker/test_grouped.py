@@ -18,7 +18,7 @@ SIZES = [(4, 32, 160), (4, 32, 192), (4, 64, 1088), (4, 128, 640), (4, 256, 512)
 
 
 def quantized(codes, scales, zeros=None, columns=None, bits=4) -> QuantizedWeight:
-    """Return a weight of which no more of the scheme than ``bits`` matters."""
+    """Return a weight. Of its scheme, only ``bits`` matters."""
     return QuantizedWeight(Scheme("plain", "int", bits, None), codes, scales, zeros, columns)
 
 

@@ -76,7 +76,7 @@ def test_a_product_is_that_of_rounded_values(rows, inputs, outputs, dtype):
 
 
 def test_a_row_has_the_same_result_among_any_rows(dtype):
-    """From 32 rows on, processors with few registers use torch's library for float32, whose results differ."""
+    """Processors with few registers multiply 32 or more rows of float32 with torch's library, whose results differ."""
     rows = 31 if dtype == torch.float32 and products_cpu.most_rows() == 1 else 37
     linear, x = fill(PanelLinear(300, 100, dtype=dtype), random(100, 300), None), random(rows, 300, seed=1)
     together = linear(x)
