@@ -13,7 +13,7 @@ from torch import nn
 from services.common.model.quantized.scheme import Scheme
 from services.worker.described.forms import integer_bits
 from services.worker.described.memory import INTEGER_GROUP, PANEL_COLUMNS
-from services.worker.layers.grouped import middle
+from services.worker.layers.grouped import middle, packed
 from services.worker.layers.parts import part_targets, spans
 from services.worker.layers.quantized_weight import QuantizedWeight
 
@@ -193,15 +193,8 @@ class IntegerRows:
         values, scales = rows
         outputs = torch.arange(self._start + first, self._start + first + len(values))
         place = outputs // PANEL_COLUMNS, outputs % PANEL_COLUMNS
-        self._weight.permute(0, 2, 1)[place] = values if self._bits == 8 else _paired(values)
+        self._weight.permute(0, 2, 1)[place] = values if self._bits == 8 else packed(values, INTEGER_GROUP)
         self._scale.permute(0, 3, 1, 2)[place] = scales
-
-
-def _paired(values: torch.Tensor) -> torch.Tensor:
-    """Return ``values [rows, inputs]`` from 0 to 15 in bytes, ``[rows, inputs / 2]``."""
-    low, high = values.unflatten(1, (-1, 2, INTEGER_GROUP // 2)).unbind(2)
-    pairs: torch.Tensor = low | high << 4
-    return pairs.flatten(1)
 
 
 def dequantized(weight: torch.Tensor, scale: torch.Tensor, width: int) -> torch.Tensor:
