@@ -126,6 +126,10 @@ class ModelConfig(Config):
     quantization: Literal["none", "fp8", "fp8-blocks", "gptq", "awq"] = Field(
         "none", description="with load_format=dummy, the server's random weights are those of such a checkpoint"
     )
+    bits: Int | None = Field(None, ge=4, le=8, description="of weights with quantization=gptq: 4 or 8; default: 4")
+    group_size: Int | None = Field(
+        None, ge=32, description="inputs that share a scale, with quantization=gptq or awq; default: 128"
+    )
 
 
 def main() -> None:
@@ -135,8 +139,11 @@ def main() -> None:
         refuse(
             f"weights=T writes bfloat16, which quantization={config.quantization} does not describe; use one of both"
         )
-    settings = QUANTIZATIONS.get(config.quantization)
-    directory = make_model(Path(config.directory), config.shape, count, settings)
+    settings = QUANTIZATIONS.get(config.quantization, {})
+    integers = config.model_dump(include={"bits", "group_size"}, exclude_none=True)
+    if integers and "bits" not in settings:
+        refuse(f"{next(iter(integers))} describes integers; use it with quantization=gptq or awq")
+    directory = make_model(Path(config.directory), config.shape, count, settings | integers)
     if config.weights:
         write_weights(directory, config.shape)
     size, vocab_size = sum(path.stat().st_size for path in directory.iterdir()), SHAPES[config.shape]["vocab_size"]
