@@ -6,6 +6,7 @@ Names of tensors are those of the library, so that they are not written twice.
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import gguf
 import numpy as np
 import safetensors.torch
 import torch
+
+from tests.quantized_files import LINEAR
 
 _NAMES = {"gemma3_text": "gemma3", "mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 _EXPERT = re.compile(r"(.*\.experts)\.([0-9]+)\.(\w+)\.weight")
@@ -79,6 +82,32 @@ def write_gguf(
         else:
             writer.add_tensor(key, tensor)
     return write(writer, path)
+
+
+def write_quantized_gguf(source: Path, target: Path, kind: str) -> tuple[Path, Path]:
+    """Write the file ``target`` of ``source``, matrices of layers in blocks of the type ``kind``.
+
+    Blocks of K types, which the library cannot make, are random. Return ``target``, and the directory of a checkpoint
+    with the exact values.
+    """
+    exact, raw = target.with_suffix(""), gguf.GGMLQuantizationType[kind]
+    shutil.copytree(source, exact)
+    tensors, content = safetensors.torch.load_file(source / "model.safetensors"), {}
+    for name in filter(LINEAR.match, tensors):
+        rows = tensors[name].numpy()
+        packed = random_blocks(kind, rows.shape) if kind.endswith("_K") else gguf.quants.quantize(rows, raw)
+        values = gguf.quants.dequantize(packed, raw)
+        tensors[name] = torch.from_numpy(values)
+        content |= {row.tobytes(): blocks for row, blocks in zip(values, packed, strict=True)}
+    safetensors.torch.save_file(tensors, exact / "model.safetensors", metadata={"format": "pt"})
+
+    def blocks(_: str, tensor: np.ndarray) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
+        rows = tensor.reshape(-1, tensor.shape[-1])
+        if rows[0].tobytes() not in content:
+            return tensor, F32
+        return np.stack([content[row.tobytes()] for row in rows]).reshape(*tensor.shape[:-1], -1), raw
+
+    return write_gguf(target, exact, blocks=blocks), exact
 
 
 def write(writer: gguf.GGUFWriter, path: Path) -> Path:

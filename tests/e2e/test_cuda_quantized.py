@@ -12,6 +12,7 @@ from bench.server import serve
 from tests import quantized_files as files
 from tests.checkpoints import make_checkpoint
 from tests.e2e.samples import Agreement, agreement, generate_all, random_prompt, request
+from tests.gguf_files import write_quantized_gguf
 from tests.quantized_files import Store, compressed
 
 pytestmark = [
@@ -134,6 +135,22 @@ async def test_weights_stay_quantized_and_keep_their_values(name, quantized):
     chosen, found = await compare(directory, exact, quantization="none", use_cudagraphs="F")
     found.check(*BOUNDS["experts" if "experts" in name else "none"])
     assert chosen == "none"
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [
+        *((kind, "llama") for kind in ("Q4_0", "Q4_1", "Q5_1", "Q8_0", "Q4_K", "Q5_K")),
+        ("Q4_K", "qwen3_moe"),
+        ("Q8_0", "qwen3_moe"),
+    ],
+)
+async def test_integers_of_gguf_files_stay_quantized(kind, architecture, tmp_path):
+    sizes = SIZES | (EXPERTS if architecture == "qwen3_moe" else {})
+    source = make_checkpoint(tmp_path / "source", architecture, **sizes)
+    chosen, found = await compare(*write_quantized_gguf(source, tmp_path / "model.gguf", kind))
+    found.check(*BOUNDS["experts" if architecture == "qwen3_moe" else "grouped"])
+    assert chosen == "checkpoint"
 
 
 @pytest.mark.parametrize("name", RANKED)
