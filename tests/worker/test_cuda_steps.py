@@ -12,6 +12,7 @@ from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.plan.types import Batch, Groups
 from services.worker.boot.common import RunnerParts, make_cache, make_limits
+from services.worker.boot.progress import BootProgress
 from services.worker.described import memory
 from services.worker.described.ranks import Ranks
 from services.worker.described.registry import read_model_config
@@ -127,6 +128,34 @@ def test_nothing_of_a_runner_is_left_after_a_start_that_failed(monkeypatch):
     with pytest.raises(RuntimeError, match="broken on purpose"):
         boot_cuda.make_runner(RunnerParts(FLAGS, make_model(torch.device("cpu"))))
     assert [each() for each in made] == [None]
+
+
+def test_a_stage_without_experts_pads_steps_as_the_others_do(monkeypatch):
+    from services.worker.boot import cuda as boot_cuda
+
+    captured = []
+
+    class Runner:
+        def __init__(self, model: DecoderModel) -> None:
+            self.limits, self.grain = make_limits(FLAGS, model, 8), 1
+
+        def run(self, *_) -> None:
+            pass
+
+        reset = run
+
+        def capture(self, *_, has_experts: bool) -> None:
+            captured.append(has_experts)
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 40, 1 << 40))
+    experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
+    config = read_model_config(CONFIG | experts | {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1})
+    for stage in range(2):
+        ranks, layers = Ranks(pp_rank=stage, pp_size=2), range(stage, stage + 1)
+        model = DecoderModel(config, torch.float32, torch.device("cpu"), TorchKernels(), ranks=ranks, layers=layers)
+        parts = RunnerParts(FLAGS.model_copy(update={"use_cudagraphs": True}), model)
+        boot_cuda.rehearse(Runner(model), parts, make_exchanges(Ranks(), 1), BootProgress())
+    assert captured == [True, True]
 
 
 PROMPTS = [[5, 6, 7], list(range(8, 19)), [70] * PAGE, [9]]

@@ -57,8 +57,8 @@ log = structlog.get_logger(__name__)
 def make_runner(parts: RunnerParts, progress: BootProgress | None = None) -> CudaRunner:
     """Return a runner with a cache of the configured size, by default the largest that fits, after the rehearsal.
 
-    All ranks of the group must call this. They run the same steps, because these depend only on the flags. Raises
-    ``InvalidRequest`` if the cache does not fit, with the size that does.
+    All ranks of the group must call this. They run the same steps. Raises ``InvalidRequest`` if the cache does
+    not fit, with the size that does.
     """
     config, model, group, _, arena = parts
     progress = progress or BootProgress()
@@ -270,11 +270,13 @@ def assemble(parts: RunnerParts, cache: KvCache, exchanges: Exchanges) -> CudaRu
 
 def rehearse(runner: CudaRunner, parts: RunnerParts, exchanges: Exchanges, progress: BootProgress) -> None:
     """Run every kind of step and capture CUDA graphs, so that no request waits for a compilation or lacks memory."""
-    limits, config, model = runner.limits, parts.config, parts.model
+    limits, config, model, group = runner.limits, parts.config, parts.model, parts.group
     plans: Iterable[Plan]
     for plans in rehearsal.every_kind(limits):
         _run_all(runner, plans)
-    for tokens in {*exchanges.begins, *_changes_of_experts(model), *_changes_of_products(model)}:
+    changes = {*exchanges.begins, *_changes_of_experts(model), *_changes_of_products(model)}
+    # The layers of another stage may have other kernels.
+    for tokens in sorted(changes) if group is None else group.union(changes):
         for plans in rehearsal.around(limits, tokens, runner.grain):
             _run_all(runner, plans)
     if config.use_cudagraphs:
@@ -282,7 +284,7 @@ def rehearse(runner: CudaRunner, parts: RunnerParts, exchanges: Exchanges, progr
         torch.cuda.empty_cache()  # a capture cannot free cached memory that it needs
         before, began = torch.cuda.mem_get_info()[0], time.monotonic()
         with progress.phase("graphs"):
-            has_experts = bool(model.local.experts)
+            has_experts = bool(model.config.experts)  # of all stages, since they have to pad steps alike
             runner.capture(config.cudagraph_max_size, skinny, config.piecewise_tokens, has_experts=has_experts)
         used, seconds = before - torch.cuda.mem_get_info()[0], time.monotonic() - began
         log.info("graphs captured", gib=_gib(used), seconds=round(seconds, 1))

@@ -2,7 +2,7 @@
 
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -165,6 +165,13 @@ class RankGroup:
         with lost_peer("a worker"):
             dist.all_reduce(smallest, dist.ReduceOp.MIN)
         return int(smallest)
+
+    def union(self, values: Iterable[int]) -> list[int]:
+        """Return the ``values`` of all ranks, ascending and each once."""
+        found: list[list[int]] = [[]] * self.ranks.size
+        with lost_peer("a worker"):
+            dist.all_gather_object(found, list(values))
+        return sorted({value for each in found for value in each})
 
     def drain(self) -> None:
         """Wait until all tensors that this rank sent are received. All ranks must have run the same steps."""

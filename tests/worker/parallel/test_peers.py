@@ -31,7 +31,7 @@ def exchange_all(ranks: Ranks, port: int) -> list:
     group = connect(ranks, port)
     try:
         group.wait_for_all()
-        found = [group.least(10 + ranks.index)]
+        found: list = [group.least(10 + ranks.index), group.union({7, 5 + ranks.index})]
         mine = torch.full((3, 2), float(ranks.tp_rank + 1))
         if ranks.tp_size > 1:
             total = mine.clone()
@@ -106,9 +106,12 @@ def leave(ranks: Ranks, port: int) -> str | None:
         (
             2,
             1,
-            [[10, 3.0, [1, 1, 2, 2], [0, 3], [0, 3, 6], [1, 2]], [10, 3.0, [1, 1, 2, 2], [6, 0], [0, 3, 6], [1, 2]]],
+            [
+                [10, [5, 6, 7], 3.0, [1, 1, 2, 2], [0, 3], [0, 3, 6], [1, 2]],
+                [10, [5, 6, 7], 3.0, [1, 1, 2, 2], [6, 0], [0, 3, 6], [1, 2]],
+            ],
         ),
-        (1, 3, [[10, [2]], [10, [19, 0]], [10, [19, 0]]]),
+        (1, 3, [[10, [5, 6, 7], [2]], [10, [5, 6, 7], [19, 0]], [10, [5, 6, 7], [19, 0]]]),
     ],
 )
 def test_ranks_reach_each_other(tp_size, pp_size, expected, pool):
