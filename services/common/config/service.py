@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from services.common.allowed_hosts import is_listable
 from services.common.config.original import METHODS, ORIGINAL
+from services.common.config.other_engines import OTHER_ENGINES
 from services.common.flags import Bool, Config, Float, Needs, Strings, Translation, each
 
 _OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -31,6 +32,7 @@ class ServiceFlags(Config):
 
     translations: ClassVar[Mapping[str, Translation]] = ORIGINAL
     shorthands: ClassVar[Mapping[str, str]] = METHODS
+    suggestions: ClassVar[Mapping[str, str]] = OTHER_ENGINES
 
     model: str = Field(
         "builtin",

@@ -90,7 +90,7 @@ def _parse(kind: type[Config], arguments: Sequence[str]) -> Iterator[tuple[str, 
         elif dashed and not equals and (name in names or name.removeprefix("no_") in names):
             yield _value_behind(kind, given, name, left)
         else:
-            raise _unknown(argument, name, names, has_value=bool(equals))
+            raise _unknown(kind, argument, name, has_value=bool(equals))
 
 
 def _value_behind(kind: type[Config], argument: str, name: str, left: deque[str]) -> tuple[str, str]:
@@ -113,10 +113,12 @@ def _is_boolean(kind: type[Config], name: str) -> bool:
     return field is not None and bool in types_of(field.annotation)
 
 
-def _unknown(argument: str, name: str, names: Sequence[str], *, has_value: bool) -> FlagError:
+def _unknown(kind: type[Config], argument: str, name: str, *, has_value: bool) -> FlagError:
+    names = kind.known()
     if name in names:
         return FlagError(f"flag {argument!r} has no value: write {name}=VALUE")
-    close = difflib.get_close_matches(name, names, n=1)
+    replaced = kind.suggestions.get(name)
+    close = [replaced] if replaced in names else difflib.get_close_matches(name, names, n=1)
     if not has_value and not close:
         return FlagError(f"{argument!r} is not a flag: write flag=value; the argument help lists the flags")
     known = f"did you mean {close[0]}=?" if close else f"the flags are {', '.join(sorted(names))}"

@@ -43,6 +43,7 @@ class Config(BaseModel):
     shorthands: ClassVar[Mapping[str, str]] = {}  # arguments that stand for another one
     refused: ClassVar[Mapping[str, str]] = {}  # flags of other programs that this one does not take, and why
     translations: ClassVar[Mapping[str, Translation]] = {}  # flags of another program that it accepts
+    suggestions: ClassVar[Mapping[str, str]] = {}  # flags of other programs, and the flag to use instead of each
     # Environment variables that set each flag, the first that is set wins. None: TOKA_<FLAG> for every flag.
     variables: ClassVar[Mapping[str, tuple[str, ...]] | None] = None
 
