@@ -50,11 +50,11 @@ def _compilers() -> Iterator[Finding]:
         yield warn(
             "flashinfer", "not installed: Triton's kernels are used instead", "pip install 'tokasaurus[worker-cuda]'"
         )
-    elif shutil.which("nvcc") is None and installed("flashinfer-jit-cache") is None:
+    elif shutil.which("nvcc") is None:
         yield warn(
             "flashinfer",
             "no nvcc to compile its kernels: Triton's are used where it has no compiled ones",
-            "install the CUDA toolkit, or the package flashinfer-jit-cache of FlashInfer's index",
+            "install the CUDA toolkit",
         )
 
 
