@@ -27,8 +27,8 @@ class DeploymentFlags(Config):
 
     gateways: Annotated[AutoInt, within(0, 64)] = Field(
         "auto",
-        description="gateway processes, at most 64, which share one host and port; 0: only gRPC is served; auto: by the"
-        " number of processors and GPUs",
+        description="gateway processes, at most 64, which share one host and port; 0: only gRPC is served; auto: 1"
+        " with workers on CPUs and with api_keys_file, else by the number of processors",
     )
     gateway_log_level: LogLevel | None = Field(None, description="log_level of the gateways; default: log_level")
     grpc_port: Int = Field(10310, ge=0, le=65000, description="direct gRPC clients: replica r listens on grpc_port + r")
@@ -63,7 +63,10 @@ class DeploymentConfig(
             " says whether it fits",
         ),
         ("model=/models/M dp_size=2 tp_size=2", "on four GPUs: two replicas, each on two; pp_size cuts by layers"),
-        ("host=0.0.0.0 api_keys_file=keys.toml", "for other hosts, who need a key (toka-key makes one)"),
+        (
+            "host=0.0.0.0 api_keys_file=keys.toml",
+            "serve other hosts, whose clients need a key (toka-key creates one)",
+        ),
     )
 
     @model_validator(mode="after")

@@ -24,7 +24,7 @@ class GatewayFlags(Config):
     """HTTP, and what a gateway stores."""
 
     host: str = Field("127.0.0.1", description="where HTTP is served; 0.0.0.0: for other hosts")
-    port: Int = Field(10210, ge=0, le=65535, description="of HTTP; 0: any that is free")
+    port: Int = Field(10210, ge=0, le=65535, description="port of HTTP; 0: any free port")
     strict_model_names: Bool = Field(
         False, description="an unknown model name is refused with 404; F: the only served model answers under any name"
     )
@@ -49,7 +49,7 @@ class GatewayFlags(Config):
         30.0, gt=0, le=3600, description="time for the head of a request, and for each 16 KiB of its body"
     )
     keep_alive_seconds: Float = Field(
-        120.0, gt=0, le=3600, description="idle connections stay open; longer than the pools of clients keep them"
+        120.0, gt=0, le=3600, description="time for which an idle connection stays open; longer than in clients' pools"
     )
     cors_origins: Annotated[Strings, _ARE_ORIGINS] = Field(
         (), description="origins whose web pages may call the API, such as https://chat.example.com; *: all"
@@ -62,10 +62,10 @@ class GatewayFlags(Config):
         "127.0.0.1", min_length=1, description="where admin_port listens"
     )
     admin_port: Int = Field(
-        0, ge=0, le=65535, description="/metrics and the replicas' state are served here, and not on port=; 0: there"
+        0, ge=0, le=65535, description="port of /metrics and of the replicas' state; 0: the port of the API"
     )
     log_prompts: Annotated[Bool, _LOGS_INFO] = Field(
-        False, description="the log shows what was asked and answered, 4096 characters of each; F: nothing of it"
+        False, description="log the prompt and the answer of each request, at most 4096 characters of each"
     )
     replica_metrics: Bool = Field(
         True, description="/metrics shows schedulers' figures; F: they are read from their own metrics_port"

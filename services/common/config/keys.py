@@ -25,5 +25,5 @@ class KeyFlags(Config):
         60.0,
         gt=0,
         le=3600,
-        description="a client that takes less than 16 KiB of what waits for it in this time is cut off",
+        description="a client that reads less than 16 KiB of waiting data in this time is disconnected",
     )

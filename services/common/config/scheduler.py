@@ -22,7 +22,9 @@ _ARE_CLASSES = each(
 class SchedulerFlags(Config):
     """Scheduling: the queue, the KV pages and the plans of a replica."""
 
-    scheduling_steps_ahead: Int = Field(2, ge=2, le=64, description="plans in flight to the worker")
+    scheduling_steps_ahead: Int = Field(
+        2, ge=2, le=64, description="fewest plans in flight to the worker; short steps have up to 16"
+    )
     max_queued_sequences: Int = Field(65536, ge=1, description="accepted and not running; more are refused")
     max_samples_per_request: Int = Field(16384, ge=1, description="largest n")
     prefix_caching: Bool = Field(True, description="reuse KV pages of equal prefixes across requests")
@@ -33,10 +35,10 @@ class SchedulerFlags(Config):
         None, min_length=1, description="HOST:PORT of a statsd server that gets the load over UDP"
     )
     statsd_prefix: Annotated[str, Needs("statsd_server_url")] = Field(
-        "tokasaurus", pattern=r"^[A-Za-z0-9_.-]+$", description="of the names told to statsd"
+        "tokasaurus", pattern=r"^[A-Za-z0-9_.-]+$", description="first part of the names of statsd metrics"
     )
     admission: Literal["predicted", "guaranteed"] = Field(
-        "predicted", description="answers are taken to be as long as earlier ones were, or as their limits"
+        "predicted", description="predicted: assume the length of earlier answers; guaranteed: assume max_tokens"
     )
     guaranteed_classes: Annotated[Strings, _ARE_CLASSES, Excludes(admission="guaranteed")] = Field(
         (), description="priority classes (high,normal,low) admitted as guaranteed whatever admission= says"
@@ -49,7 +51,7 @@ class SchedulerFlags(Config):
     )
     logprobs_mode: LogprobsMode = Field(
         "raw",
-        description="log-probabilities of requests that do not say: the model's own, or of what tokens are drawn from",
+        description="default for requests. raw: the model's distribution; processed: that of the sampler",
     )
     use_hydragen: AutoBool = Field("auto", description="shared-prefix attention; auto: where the worker has it")
     hydragen_min_group_size: Annotated[Int, Needs("use_hydragen")] = Field(

@@ -52,7 +52,7 @@ class ServiceFlags(Config):
     )
     log_level: LogLevel = Field("INFO", description="least important log lines that are written")
     log_format: LogFormat = Field(
-        "auto", description="of log lines: json, or console for people; auto: console on a terminal, else json"
+        "auto", description="format of log lines; console: coloured text; auto: console on a terminal, else json"
     )
     step_deadline: Float = Field(
         30.0, ge=1, le=1e6, description="seconds without progress, while work waits, after which a process is hung"
@@ -68,7 +68,7 @@ class ServiceFlags(Config):
         " OTEL_EXPORTER_OTLP_ENDPOINT, else none",
     )
     trace_sample_ratio: Annotated[Float, Needs("otlp_endpoint", variable=_OTLP_ENDPOINT)] = Field(
-        1.0, ge=0, le=1, description="share of the requests traced whose callers have not decided that themselves"
+        1.0, ge=0, le=1, description="share of requests to trace, among those without a traceparent"
     )
 
     @property

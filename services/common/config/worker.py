@@ -58,18 +58,21 @@ class WorkerFlags(Config):
         description="keep the experts that every layer chooses for every token beside the KV cache, for requests that"
         " ask for them (return_routed_experts); only for mixtures of experts",
     )
-    page_size: Int = Field(16, ge=1, le=1024, description="tokens in a KV page")
+    page_size: Int = Field(16, ge=1, le=1024, description="tokens in a KV page; on cuda a power of two")
     max_tokens_per_forward: Annotated[AutoInt, within(1, 2**31)] = Field(
         "auto", description="most tokens computed in one step; auto: by the device's speed, the model and memory"
     )
     max_seqs_per_forward: Annotated[AutoInt, within(1, 65536)] = Field(
         "auto", description="most sequences running at once (slots); auto: by the size of the KV cache"
     )
-    max_context_tokens: Int | None = Field(None, ge=1, description="default: the model's own limit")
+    max_context_tokens: Int | None = Field(
+        None, ge=1, description="most tokens of a prompt and its answer; default: the model's limit"
+    )
     max_top_logprobs: Int = Field(20, ge=0, le=20, description="largest top_logprobs of a request")
     torch_compile: AutoBool = Field(
         "auto",
-        description="compile the model's layers; on cpu this needs a C++ compiler; auto: where it makes steps faster",
+        description="compile the model's layers; on cpu this needs a C++ compiler; auto: F, or T with"
+        " fail_on_recompile=T",
     )
     use_cudagraphs: Annotated[AutoBool, CudaOnly()] = Field(
         "auto", description="replay small decode steps as CUDA graphs; auto: on cuda; T is refused on cpu"
@@ -89,7 +92,9 @@ class WorkerFlags(Config):
     fail_on_recompile: Annotated[Bool, Needs("torch_compile")] = Field(
         False, description="a model graph that must be compiled after the start is an error; F: a line in the log"
     )
-    torch_num_threads: Int | None = Field(None, ge=1, description="CPU threads of the model; default: torch's choice")
+    torch_num_threads: Int | None = Field(
+        None, ge=1, description="CPU threads of the model; default: all processors; no effect on cuda"
+    )
     dp_size: Int = Field(1, ge=1, le=64, description="data-parallel replicas: a scheduler and its workers each")
     tp_size: Int = Field(1, ge=1, le=64, description="tensor-parallel ranks of a replica")
     expert_parallel: Annotated[Bool, Needs("tp_size", least=2)] = Field(
