@@ -130,7 +130,7 @@ def test_nothing_of_a_runner_is_left_after_a_start_that_failed(monkeypatch):
     assert [each() for each in made] == [None]
 
 
-def test_a_stage_without_experts_pads_steps_as_the_others_do(monkeypatch):
+def test_a_stage_without_experts_or_windows_pads_steps_as_the_others_do(monkeypatch):
     from services.worker.boot import cuda as boot_cuda
 
     captured = []
@@ -144,18 +144,19 @@ def test_a_stage_without_experts_pads_steps_as_the_others_do(monkeypatch):
 
         reset = run
 
-        def capture(self, *_, has_experts: bool) -> None:
-            captured.append(has_experts)
+        def capture(self, *_, has_experts: bool, has_windows: bool) -> None:
+            captured.append((has_experts, has_windows))
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 40, 1 << 40))
-    experts = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
-    config = read_model_config(CONFIG | experts | {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1})
+    features = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
+    features |= {"decoder_sparse_step": 1, "use_sliding_window": True, "sliding_window": 8}
+    config = read_model_config(CONFIG | features | {"architectures": ["Qwen3MoeForCausalLM"]})
     for stage in range(2):
         ranks, layers = Ranks(pp_rank=stage, pp_size=2), range(stage, stage + 1)
         model = DecoderModel(config, torch.float32, torch.device("cpu"), TorchKernels(), ranks=ranks, layers=layers)
         parts = RunnerParts(FLAGS.model_copy(update={"use_cudagraphs": True}), model)
         boot_cuda.rehearse(Runner(model), parts, make_exchanges(Ranks(), 1), BootProgress())
-    assert captured == [True, True]
+    assert captured == [(True, True)] * 2
 
 
 PROMPTS = [[5, 6, 7], list(range(8, 19)), [70] * PAGE, [9]]

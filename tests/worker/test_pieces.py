@@ -160,6 +160,7 @@ def test_groups_leave_a_graph_that_cannot_have_them_where_they_save_much(monkeyp
     graphs = DecodeGraphs.__new__(DecodeGraphs)
     graphs._sizes, graphs._attention, graphs._stages = [1024], attention, [2048]
     graphs._plain, graphs._graphs = {1024: [(2048, "whole")]}, {Kind(1024, 2048, False): "whole"}
+    graphs._keeps_size = False
 
     def found(rows: int, pieces: bool = True):
         return graphs.find(rows, 900, Spans(*(np.array([value], np.int32) for value in (0, rows, 0, 704))), pieces)
@@ -170,3 +171,5 @@ def test_groups_leave_a_graph_that_cannot_have_them_where_they_save_much(monkeyp
     assert found(1000) is None
     assert found(1000, pieces=False) == whole
     assert graphs.find(1000, 900, None, True) == whole
+    graphs._keeps_size = True
+    assert found(1000) == whole

@@ -284,8 +284,9 @@ def rehearse(runner: CudaRunner, parts: RunnerParts, exchanges: Exchanges, progr
         torch.cuda.empty_cache()  # a capture cannot free cached memory that it needs
         before, began = torch.cuda.mem_get_info()[0], time.monotonic()
         with progress.phase("graphs"):
-            has_experts = bool(model.config.experts)  # of all stages, since they have to pad steps alike
-            runner.capture(config.cudagraph_max_size, skinny, config.piecewise_tokens, has_experts=has_experts)
+            # Of all stages, since they have to pad steps alike.
+            features = {"has_experts": bool(model.config.experts), "has_windows": bool(model.config.windows)}
+            runner.capture(config.cudagraph_max_size, skinny, config.piecewise_tokens, **features)
         used, seconds = before - torch.cuda.mem_get_info()[0], time.monotonic() - began
         log.info("graphs captured", gib=_gib(used), seconds=round(seconds, 1))
         for settings in (rehearsal.PLAIN, rehearsal.every_feature(limits)):

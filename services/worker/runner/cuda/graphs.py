@@ -173,15 +173,17 @@ class DecodeGraphs:
         peers: Peers,
         *,
         pads: bool,
+        keeps_size: bool = False,
         recorder: ExpertRecorder | None = None,
     ) -> None:
         """Capture the graphs for up to ``largest`` rows.
 
         ``skinny`` runs steps of up to ``skinny.most_rows`` rows, if every rank has all of them; None = ``forward`` runs
         them. ``sampler``: None on a stage that does not sample. If ``pads`` is false, ``forward`` also runs steps of 1,
-        2 and 4 rows. ``recorder``: stores the experts of each step; None = they are not kept.
+        2 and 4 rows. ``keeps_size``: groups do not change the padded size. ``recorder``: stores the experts of each
+        step; None = they are not kept.
         """
-        self._skinny, self._peers, self._recorder = skinny, peers, recorder
+        self._skinny, self._peers, self._recorder, self._keeps_size = skinny, peers, recorder, keeps_size
         self._forward, self._cache, self._attention, self._state = forward, cache, attention, state
         sizes = sizes_up_to(largest, smallest=8 if skinny is None and pads else 1)
         few = [size for size in sizes if skinny is not None and size <= skinny.most_rows]
@@ -225,15 +227,19 @@ class DecodeGraphs:
         if rows > self._sizes[-1]:
             return None
         size = self._sizes[bisect_left(self._sizes, rows)]
-        captured = self._attention.captures_groups
-        if groups is not None and not captured and pieces and self._attention.bytes_saved(groups) > _READ_MEANWHILE:
-            return None
-        if groups is None or size < _FEWEST_GROUPED or not captured:
-            graphs = self._plain[size]
-            return FoundGraph(next((graph for stage, graph in graphs if stage >= longest), graphs[-1][1]), None)
-        tiles = self._group_tiles(groups)
-        fits = len(tiles) <= _most_tiles(size)
-        return FoundGraph(self._graphs[Kind(size, self._stages[0], True)], tiles) if fits else None
+        graphs = self._plain[size]
+        plain = FoundGraph(next((graph for stage, graph in graphs if stage >= longest), graphs[-1][1]), None)
+        if groups is None:
+            return plain
+        if not self._attention.captures_groups:
+            leaves = pieces and self._attention.bytes_saved(groups) > _READ_MEANWHILE
+        elif size < _FEWEST_GROUPED:
+            leaves = False
+        elif len(tiles := self._group_tiles(groups)) <= _most_tiles(size):
+            return FoundGraph(self._graphs[Kind(size, self._stages[0], True)], tiles)
+        else:
+            leaves = True
+        return None if leaves and not self._keeps_size else plain
 
     def _group_tiles(self, groups: Spans) -> np.ndarray:
         """Return the tiles of ``groups``, which are the same for many steps."""

@@ -88,11 +88,18 @@ class CudaRunner:
 
     @torch.inference_mode()
     def capture(
-        self, largest: int, skinny: "SkinnyDecoder | None" = None, pieces: int = 0, *, has_experts: bool = False
+        self,
+        largest: int,
+        skinny: "SkinnyDecoder | None" = None,
+        pieces: int = 0,
+        *,
+        has_experts: bool = False,
+        has_windows: bool = False,
     ) -> None:
         """Capture decode steps of up to ``largest`` rows, and piecewise graphs for steps of up to ``pieces`` tokens.
 
         ``skinny``: a faster decoder for few rows. ``has_experts``: the model is a mixture of experts.
+        ``has_windows``: layers of the model, also of other stages, have a sliding window.
         """
         if pieces:
             self._pieces = StepPieces(
@@ -101,7 +108,11 @@ class CudaRunner:
         parts = self._forward, skinny, self.cache, self._attention, self._sampler, self._state, self._slots
         # Padding also chooses experts, whose weights are then read: twice as many for a step of one row.
         most, pads = min(largest, self.limits.max_slots), not has_experts
-        self._graphs = DecodeGraphs(*parts, self._ring, most, self._peers, pads=pads, recorder=self._recorder)
+        # A stage whose layers all have windows ignores groups, and stages have to pad steps alike.
+        keeps_size = has_windows and not (self._peers.first and self._peers.last)
+        self._graphs = DecodeGraphs(
+            *parts, self._ring, most, self._peers, pads=pads, keeps_size=keeps_size, recorder=self._recorder
+        )
 
     @torch.inference_mode()
     def reset(self) -> None:
