@@ -1,8 +1,10 @@
 """Values that a worker chooses for flags that are ``auto``, for given devices."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +12,7 @@ from bench.model import SHAPES
 from services.common.config import ChosenWorkerConfig, WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.flags import build
+from services.worker.boot.common import device_facts
 from services.worker.described.choices import (
     NAMES,
     Device,
@@ -278,3 +281,12 @@ def test_weights_that_stay_quantized_leave_a_larger_cache():
         return choose(config, gpu(24, 24), model, Ranks(), range(32))[0].max_seqs_per_forward
 
     assert sequences("auto") == sequences("checkpoint") > sequences("none")
+
+
+def test_ranks_on_unequal_gpus_choose_for_the_smaller_and_the_older(monkeypatch):
+    here = SimpleNamespace(name="GPU", multi_processor_count=170, major=12, minor=0)
+    others = iter([20 << 30, 24 << 30, 128, 809])
+    group = SimpleNamespace(least=lambda value: min(value, next(others)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30 << 30, 32 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: here)
+    assert device_facts(torch.device("cuda"), group) == Device("cuda", "GPU", 20 << 30, 24 << 30, 128, (8, 9))

@@ -156,7 +156,7 @@ def boot(
             undo.callback(group.close)
             if on_lost is not None:
                 group.watch(on_lost)
-        facts = _facts(device, group)
+        facts = device_facts(device, group)
         refuse_impossible_quantization(config, facts, described, ranks)
         chosen, choices = choose(config, facts, described, ranks, layers)
         if group is not None:
@@ -205,10 +205,10 @@ def boot(
     return Booted(runner, card.name, str(device), _name(dtype), ranks, group, load, loaded, choices)
 
 
-def _facts(device: torch.device, group: RankGroup | None) -> Device:
+def device_facts(device: torch.device, group: RankGroup | None) -> Device:
     """Return the properties of ``device`` before the model is loaded.
 
-    Sizes are the smallest of all ranks, so that the ranks choose equal settings.
+    Sizes and capability are the smallest of all ranks, so that the ranks choose equal settings.
     """
     if device.type == "cpu":
         free, processors = host.available_memory(), host.usable_processors()
@@ -220,6 +220,7 @@ def _facts(device: torch.device, group: RankGroup | None) -> Device:
         capability = (properties.major, properties.minor)
     if group is not None:
         free, total, processors = (group.least(each) for each in (free, total, processors))
+        capability = divmod(group.least(100 * capability[0] + capability[1]), 100)
     return Device("cpu" if device.type == "cpu" else "cuda", name, free, total, processors, capability)
 
 
