@@ -1,7 +1,6 @@
 """Converts a deployment config to the specifications of its child processes. It starts nothing."""
 
 import itertools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from services.common.config import (
 )
 from services.common.errors import InvalidRequest
 from services.common.flags import ENV_PREFIX, Config
-from services.common.host.resources import gpu_names
+from services.common.host.resources import gpu_names, usable_processors
 from services.common.process.handover import Handover
 from services.common.rpc.channel import PLAIN, Dialer
 
@@ -105,7 +104,7 @@ def _plan_workers(
     if size > 1:
         shared["master_port"] = config.master_port + replica
     if config.dp_size * size > 1 and config.torch_num_threads is None:
-        shared["torch_num_threads"] = max(1, (os.cpu_count() or 1) // (config.dp_size * size))
+        shared["torch_num_threads"] = max(1, usable_processors() // (config.dp_size * size))
     workers = []
     ranks = itertools.product(range(config.pp_size), range(config.tp_size))
     for index, (pp_rank, tp_rank) in enumerate(ranks, start=replica * size):

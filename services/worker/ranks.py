@@ -18,6 +18,7 @@ from services.common.config import WorkerConfig
 from services.common.errors import PEER_LOST_STATUS, InvalidRequest, Unavailable
 from services.common.flags import without_flags
 from services.common.host.private_files import usual_umask
+from services.common.host.resources import usable_processors
 from services.common.process.children import module_command, module_environment
 from services.common.process.service import PARENT_PID, Stop, run_service
 
@@ -57,7 +58,7 @@ def rank_flags(config: WorkerConfig, arguments: Sequence[str]) -> Iterator[list[
 def rank_environments(config: WorkerConfig, environment: dict[str, str]) -> Iterator[dict[str, str]]:
     """Yield the environment of each rank, in which it sees one GPU, and on a CPU uses its share of the cores."""
     count = config.tp_size * config.pp_size
-    visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    visible = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
     gpus = [name for name in visible.split(",") if name not in ("", "-1")]
     if config.device == "cuda" and len(gpus) < count:
         raise InvalidRequest(
@@ -66,7 +67,7 @@ def rank_environments(config: WorkerConfig, environment: dict[str, str]) -> Iter
         )
     shared = environment | {PARENT_PID: str(os.getpid())}
     if config.torch_num_threads is None and config.device != "cuda":
-        shared["TOKA_TORCH_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // count))
+        shared["TOKA_TORCH_NUM_THREADS"] = str(max(1, usable_processors() // count))
     for index in range(count):
         yield shared | ({"CUDA_VISIBLE_DEVICES": gpus[index]} if index < len(gpus) else {})
 

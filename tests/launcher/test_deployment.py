@@ -6,7 +6,7 @@ from services.common.config import ChosenDeploymentConfig, GatewayConfig, Schedu
 from services.common.errors import InvalidRequest
 from services.common.flags import FlagError, load
 from services.common.process.service import Stop
-from services.launcher import toka
+from services.launcher import deployment, toka
 from services.launcher.deployment import child_environment, choose_gpus, plan_children
 
 RUNTIME = Path("/run/toka")
@@ -65,7 +65,7 @@ def test_only_the_workers_of_a_replica_depend_on_each_other():
 
 
 def test_the_cores_are_divided_among_all_workers(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setattr(deployment, "usable_processors", lambda: 16)
     for flags, threads in (((), None), (("dp_size=2", "tp_size=2"), 4), (("tp_size=2", "torch_num_threads=3"), 3)):
         for child in children_of(*flags):
             if child.role == "worker":

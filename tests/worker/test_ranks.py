@@ -1,6 +1,5 @@
 """``toka-workers``: the ranks of a replica as one program, which live and die together."""
 
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from bench.server import free_port
 from services.common.config import WorkerConfig
 from services.common.errors import InvalidRequest
 from services.common.flags import build, load
+from services.worker import ranks
 from services.worker.ranks import rank_environments, rank_flags
 from tests.gateway.deployment import BOOT_S, Process, eventually
 
@@ -23,11 +23,11 @@ def config(**flags) -> WorkerConfig:
 def test_each_rank_has_its_place_and_its_ports():
     arguments = ["--tp-size=2", "pp_size=2", "worker_listen=127.0.0.1:7000", "metrics_port=8000", "model=builtin"]
     own = load(WorkerConfig, arguments, {})
-    ranks = [load(WorkerConfig, flags, {}) for flags in rank_flags(own, arguments)]
-    assert [(rank.pp_rank, rank.tp_rank) for rank in ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert [rank.worker_listen for rank in ranks] == [f"127.0.0.1:{7000 + index}" for index in range(4)]
-    assert [rank.metrics_port for rank in ranks] == [8000, 8001, 8002, 8003]
-    assert {(rank.tp_size, rank.pp_size, rank.model) for rank in ranks} == {(2, 2, "builtin")}
+    made = [load(WorkerConfig, flags, {}) for flags in rank_flags(own, arguments)]
+    assert [(rank.pp_rank, rank.tp_rank) for rank in made] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [rank.worker_listen for rank in made] == [f"127.0.0.1:{7000 + index}" for index in range(4)]
+    assert [rank.metrics_port for rank in made] == [8000, 8001, 8002, 8003]
+    assert {(rank.tp_size, rank.pp_size, rank.model) for rank in made} == {(2, 2, "builtin")}
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,17 @@ def test_too_few_gpus_are_refused():
         list(rank_environments(config(tp_size=2, device="cuda"), {"CUDA_VISIBLE_DEVICES": "3"}))
 
 
-def test_ranks_on_a_cpu_divide_its_cores():
-    cores = len(os.sched_getaffinity(0))
+def test_ranks_on_a_cpu_divide_the_processors_of_their_container(monkeypatch):
+    monkeypatch.setattr(ranks, "usable_processors", lambda: 6)
     own = list(rank_environments(config(tp_size=2, device="cpu"), {}))
-    assert [int(each["TOKA_TORCH_NUM_THREADS"]) for each in own] == [max(1, cores // 2)] * 2
-    chosen = rank_environments(config(tp_size=2, device="cpu", torch_num_threads=3), {"TOKA_TORCH_NUM_THREADS": "3"})
-    assert [each["TOKA_TORCH_NUM_THREADS"] for each in chosen] == ["3", "3"]
+    assert [int(each["TOKA_TORCH_NUM_THREADS"]) for each in own] == [3] * 2
+    chosen = rank_environments(config(tp_size=2, device="cpu", torch_num_threads=2), {"TOKA_TORCH_NUM_THREADS": "2"})
+    assert [each["TOKA_TORCH_NUM_THREADS"] for each in chosen] == ["2", "2"]
+
+
+def test_hidden_gpus_stay_hidden():
+    with pytest.raises(InvalidRequest, match="2 ranks need a GPU each, and CUDA_VISIBLE_DEVICES= shows 0"):
+        list(rank_environments(config(tp_size=2, device="cuda"), {"CUDA_VISIBLE_DEVICES": ""}))
 
 
 @pytest.mark.parametrize("flags", [{"tp_size": 2, "tp_rank": 1}, {"worker_listen": "unix:/tmp/worker"}], ids=str)
