@@ -122,6 +122,15 @@ def test_every_chunk_has_the_usage_so_far(deployment, body, path, n):
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 6 * n)
 
 
+def test_the_usage_so_far_counts_the_stop_token(deployment):
+    body = {"prompt": "x", "max_tokens": 6, "seed": 1, "return_token_ids": True}
+    stop = deployment.complete(**body).json()["choices"][0]["token_ids"][3]
+    body |= {"stop_token_ids": [stop], "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    *chunks, last = events(deployment, COMPLETIONS, **body)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-1]["usage"]["completion_tokens"] == last["usage"]["completion_tokens"]
+
+
 def test_usage_in_every_chunk_is_usage(deployment):
     alone = {"continuous_usage_stats": True}
     assert events(deployment, COMPLETIONS, prompt="x", max_tokens=2, stream_options=alone)[-1]["usage"]

@@ -249,7 +249,8 @@ class ActiveRequest:
         """Apply ``discard_output`` and ``include_stop``, which are not sent to the scheduler."""
         settings = self.settings
         if settings.discard_output:
-            ending = replace(ending, reason="length", at_stop_token=False, trailing_bytes=0)
+            reason = "abort" if ending.reason == "abort" else "length"
+            ending = replace(ending, reason=reason, at_stop_token=False, trailing_bytes=0)
             return replace(ending, completion_tokens=0, weights=())
         if not settings.include_stop:
             return ending

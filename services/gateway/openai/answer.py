@@ -180,9 +180,9 @@ class Answer:
                     opens = True
                     transcript = transcripts[choice.index] = self._transcript(choice)
                     chunks.append(shape.opening(choice.index))
-                token_ids = self._token_ids(choice)
+                token_ids, count = self._token_ids(choice), len(choice.new_ids)
                 ids, logprobs = choice.take()
-                shape.add_tokens(choice.index, ids)
+                shape.add_tokens(choice.index, ids, without_text=count - len(ids))
                 text, entries, *_ = transcript.push(ids, logprobs)
                 reason = None
                 if choice.ending is not None:

@@ -82,8 +82,8 @@ class ChatShape(Shape):
             return self._fill(self._template_with(self._whole_extras()), index, delta % index)
         return self._fill(self._template, index, delta % index)
 
-    def add_tokens(self, index: int, token_ids: TokenIds) -> None:
-        super().add_tokens(index, token_ids)
+    def add_tokens(self, index: int, token_ids: TokenIds, *, without_text: int = 0) -> None:
+        super().add_tokens(index, token_ids, without_text=without_text)
         self._readers.add_tokens(index, token_ids)
 
     def chunk(self, index: int, piece: Piece, reason: str | None) -> bytes:

@@ -130,10 +130,13 @@ class Shape(ABC):
         """Return a chunk with a choice's next ``piece``. ``reason``: the finish reason if it is the last piece."""
         return self._chunk(index, self._chunk_content(piece.text, reason is not None), piece, reason)
 
-    def add_tokens(self, index: int, token_ids: TokenIds) -> None:
-        """Count the tokens of a choice's next piece. Their text may be held back for a later piece."""
+    def add_tokens(self, index: int, token_ids: TokenIds, *, without_text: int = 0) -> None:
+        """Count the tokens of a choice's next piece. Their text may be held back for a later piece.
+
+        ``without_text``: the number of further tokens, which end the choice and are no part of its text.
+        """
         if self._running_usage:
-            self._token_counts[index] += len(token_ids)
+            self._token_counts[index] += len(token_ids) + without_text
 
     def _chunk(self, index: int, content: bytes, piece: Piece, reason: str | None) -> bytes:
         """Return a chunk with ``content``, and with the other data of ``piece``."""
