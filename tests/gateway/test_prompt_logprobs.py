@@ -1,10 +1,12 @@
 """Log-probabilities of prompts: ``echo`` with ``logprobs``, and ``prompt_logprobs``."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from services.gateway.engine.codec import PromptScores
-from services.gateway.openai.logprobs import echoed
+from services.gateway.engine.codec import PromptScores, TokenLogprob
+from services.gateway.openai.logprobs import echoed, rank
 from services.gateway.openai.transcript import Piece
 from tests.fakes.model import FakeShape, chosen_logprob, top_token_ids
 from tests.gateway.deployment import Deployment
@@ -88,6 +90,15 @@ def test_the_best_with_their_prompt(deployment):
     body = {"prompt": [30, 31], "best_of": 4, "max_tokens": 3, "logprobs": 0, "echo": True}
     [choice] = deployment.complete(**body).json()["choices"]
     assert len(choice["logprobs"]["tokens"]) == 5
+
+
+def test_an_aborted_sample_is_no_better_than_a_whole_one():
+    def sample(reason: str, *values: float) -> SimpleNamespace:
+        entries = [TokenLogprob(value, [], []) for value in values]
+        return SimpleNamespace(outcome=SimpleNamespace(reason=reason), logprobs=entries, new_logprobs=entries)
+
+    samples = [sample("abort"), sample("abort", -0.1), sample("stop", -3.0), sample("length", -2.0, -1.0)]
+    assert sorted(samples, key=rank, reverse=True) == [samples[3], samples[2], samples[0], samples[1]]
 
 
 def expected_prompt_logprobs(tokenizer, prompt, top) -> list:

@@ -17,7 +17,7 @@ from services.gateway.http.bounds import Bounds
 from services.gateway.http.request import Caller
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.grammar.answer import GRAMMAR_FIELD, explain
-from services.gateway.openai.logprobs import echoed, mean_logprob, prompt_logprobs
+from services.gateway.openai.logprobs import echoed, prompt_logprobs, rank
 from services.gateway.openai.packed_logprobs import pack
 from services.gateway.openai.prompt_log import PromptLog
 from services.gateway.openai.routed_experts import encode_experts
@@ -114,7 +114,7 @@ class Answer:
             pass
         kept, samples = [], self._settings.n
         for first in range(0, len(active.samples), samples):
-            ranked = sorted(active.samples[first : first + samples], key=mean_logprob, reverse=True)
+            ranked = sorted(active.samples[first : first + samples], key=rank, reverse=True)
             kept += ranked[: self.best]
         for index, choice in enumerate(kept):
             choice.index = index

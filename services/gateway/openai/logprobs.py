@@ -27,9 +27,13 @@ def names_of_tokens(text: TextEngine, body: GenerationBody) -> TokenText:
     return lambda token_id: (f"token_id:{token_id}", token_text(token_id)[1])
 
 
-def mean_logprob(choice: ActiveSample) -> float:
-    """Return the mean log-probability of the tokens of a choice that has ended and was not taken yet."""
-    return sum(entry.logprob for entry in choice.logprobs) / max(1, len(choice.new_logprobs))
+def rank(choice: ActiveSample) -> tuple[bool, float]:
+    """Return a value that is larger for a better choice. The choice has ended and was not taken yet.
+
+    Whole choices are better than aborted ones. Then the mean log-probability of the tokens decides.
+    """
+    mean = sum(entry.logprob for entry in choice.logprobs) / max(1, len(choice.new_logprobs))
+    return choice.outcome.reason != "abort", mean
 
 
 def chat_content(entries: Sequence[TokenEntry], token_text: TokenText) -> list[dict[str, Any]]:
