@@ -152,12 +152,14 @@ def test_a_cached_prefix_before_the_position_is_not_computed_again(deployment, s
 
 
 def test_an_echo_and_a_name_may_ask_for_different_numbers(deployment):
-    body = {"prompt": [60, 61, 62], "max_tokens": 1, "prompt_logprobs": 4, "logprobs": 1, "echo": True}
+    body = {"prompt": [60, 61, 62], "max_tokens": 1, "seed": 1, "prompt_logprobs": 4, "logprobs": 1, "echo": True}
     choice = deployment.complete(**body).json()["choices"][0]
     assert [len(entry) for entry in choice["prompt_logprobs"][1:]] == [4, 4]
     assert all(len(top) <= 2 for top in choice["logprobs"]["top_logprobs"][1:])
     del body["logprobs"]
     assert deployment.complete(**body).json()["choices"][0]["logprobs"] is None
+    last = deployment.complete(**body, prompt_logprobs_start=2).json()["choices"][0]
+    assert (last["text"], last["prompt_logprobs"]) == (choice["text"], choice["prompt_logprobs"][2:])
 
 
 @pytest.mark.parametrize(

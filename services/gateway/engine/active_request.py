@@ -185,9 +185,13 @@ class ActiveRequest:
         sends them. Scores after it are dropped too: they belong to a lost submission and are sent again.
         """
         received = self.prompt_scores[prompt_index]
-        known = self._first_scored + _count_scored(received) - scores.start
+        known = self.scored_end(prompt_index) - scores.start
         if 0 <= known < len(scores.logprobs):
             received.append(scores.behind(known) if known else scores)
+
+    def scored_end(self, prompt_index: int) -> int:
+        """Return the position after the last scored token of a prompt. An abort may leave a prompt without scores."""
+        return self._first_scored + _count_scored(self.prompt_scores[prompt_index])
 
     def add_tokens(
         self, sample: ActiveSample, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None] | None

@@ -82,6 +82,11 @@ class Shape(ABC):
     def _chunk_head(self) -> dict[str, Any]:
         return self._head | {"object": self.chunk_object}
 
+    @property
+    def returns_logprobs(self) -> bool:
+        """True if the answer has log-probabilities of its tokens."""
+        return self._token_text is not None
+
     def begin(self, prompts: Sequence[PromptRequest]) -> None:
         """Store the prompts, before the answer begins."""
         if self._running_usage:
@@ -172,7 +177,7 @@ class Shape(ABC):
             self._packed[choice.index] = piece.packed
         if piece.prompt_logprobs is not None:
             self._prompt_logprobs = piece.prompt_logprobs
-        document |= self._choice_extras(choice)
+        document |= self._choice_extras(choice, piece)
         # A copy, because orjson returns buffers of 4 KiB and thousands of choices are kept.
         return b"%b" % orjson.dumps(document)
 
@@ -184,7 +189,7 @@ class Shape(ABC):
         """Return the members of a whole answer besides its choices and its usage."""
         return {}
 
-    def _choice_extras(self, choice: ActiveSample) -> dict[str, Any]:
+    def _choice_extras(self, choice: ActiveSample, piece: Piece) -> dict[str, Any]:
         """Return the members of a whole choice for its prompt."""
         return {}
 
@@ -218,9 +223,9 @@ class CompletionShape(Shape):
     def _content(self, choice: ActiveSample, text: str) -> tuple[dict[str, Any], str]:
         return {"text": text}, choice.outcome.reason
 
-    def _choice_extras(self, choice: ActiveSample) -> dict[str, Any]:
+    def _choice_extras(self, choice: ActiveSample, piece: Piece) -> dict[str, Any]:
         extras = {"prompt_token_ids": self._prompt_ids[choice.prompt_index]} if self._prompt_ids else {}
-        return extras if self._prompt_logprobs is None else extras | {"prompt_logprobs": self._prompt_logprobs}
+        return extras if piece.prompt_logprobs is None else extras | {"prompt_logprobs": piece.prompt_logprobs}
 
     def _chunk_extras(self, index: int) -> dict[str, Any]:
         ids = self._unsent_prompt_ids.pop(index, None)

@@ -100,6 +100,22 @@ def test_one_prompt_of_a_request_is_aborted_by_its_number(trained):
     assert aborted == [4, 8]
 
 
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}, {"prompt_logprobs": 1, "max_tokens": 0}],
+    ids=["prompt_logprobs", "echo", "no answer"],
+)
+def test_a_prompt_that_is_aborted_before_it_is_scored_has_no_scores(trained, body):
+    post(trained, "/pause?mode=keep")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(trained.complete, **{"prompt": ["Hi, Ho", "Hu, Hu"], "max_tokens": 2} | body)
+        eventually(lambda: post(trained, "/abort_requests").json()["samples"] == 2)
+        choices = answer.result(PATIENCE_S).json()["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["abort"] * 2
+    assert [choice["text"] for choice in choices] == (["Hi, Ho", "Hu, Hu"] if "echo" in body else [""] * 2)
+    assert not any(choice.get("prompt_logprobs") for choice in choices)
+
+
 def test_aborts_in_the_words_of_each_api(trained):
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1500, "ignore_eos": True, "model": "x"}
 
