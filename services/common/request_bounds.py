@@ -7,6 +7,9 @@ MAX_STOP_TOKENS = 4096
 MAX_BIASES = 2**18
 MAX_BIAS_COPIES = 2**20
 
+# Log-probabilities of the prompt tokens of all samples of a request: about 70 bytes of JSON each.
+MAX_PROMPT_LOGPROBS = 2**22
+
 # The process group of a trainer that broadcasts weights.
 MAX_GROUP_NAME = 128  # characters
 MAX_GROUP_HOST = 255  # characters of the address of the trainer's store

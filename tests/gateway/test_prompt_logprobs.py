@@ -181,6 +181,15 @@ def test_what_is_wrong_is_named(deployment, body, param):
     assert error_of(deployment.complete(prompt="x", **body), 400)["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("body", "param"), [({"prompt_logprobs": 20}, "prompt_logprobs"), ({"echo": True, "logprobs": 20}, "echo")]
+)
+def test_more_than_a_gateway_can_write_are_refused(deployment, body, param):
+    error = error_of(deployment.complete(prompt=LONG, n=400, max_tokens=1, **body), 400)
+    assert error["param"] == param
+    assert "21 log-probabilities for each of 1700 prompt tokens of 400 samples are more than" in error["message"]
+
+
 def test_a_worker_that_has_none_is_told_of(tmp_path):
     without = Deployment(tmp_path, worker={"prompt_logprobs": 0}).wait_ready()
     try:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from services.common.errors import InvalidValue
-from services.common.request_bounds import MAX_BIAS_COPIES
+from services.common.request_bounds import MAX_BIAS_COPIES, MAX_PROMPT_LOGPROBS
 from services.common.text.vocabulary import TokenIds
 from services.gateway.engine.codec import ModelFacts
 from services.gateway.engine.request import PromptRequest, Settings
@@ -140,6 +140,7 @@ class RequestCompiler(NamedTuple):
         kept = [cut(prompt, draft.kept, body.truncation_side) for prompt in prompts]
         self.limits.check_prompts(kept, field)
         _check_bias_copies(len(prompts), settings)
+        _check_prompt_logprobs(sum(map(len, kept)), settings)
         requests = []
         seen: Counter[bytes] = Counter()
         for number, prompt in enumerate(kept):
@@ -191,6 +192,20 @@ def _check_bias_copies(prompts: int, settings: Settings) -> None:
             "logit_bias",
             f"{entries} tokens for each of {choices} choices are more than {MAX_BIAS_COPIES}; send several"
             " requests, or bias fewer tokens",
+        )
+
+
+def _check_prompt_logprobs(prompt_tokens: int, settings: Settings) -> None:
+    """Raise InvalidRequest for too many log-probabilities of prompts. Each choice has those of its prompt."""
+    if settings.prompt_logprobs is None:
+        return
+    field = "echo" if settings.requested_prompt_logprobs is None else "prompt_logprobs"
+    entries = prompt_tokens * settings.n * (settings.prompt_logprobs + 1)
+    if entries > MAX_PROMPT_LOGPROBS:
+        raise InvalidValue.at(
+            field,
+            f"{settings.prompt_logprobs + 1} log-probabilities for each of {prompt_tokens} prompt tokens of"
+            f" {settings.n} samples are more than {MAX_PROMPT_LOGPROBS}; send several requests, or ask for fewer",
         )
 
 
