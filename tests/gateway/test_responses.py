@@ -39,11 +39,10 @@ def respond(deployment, **body) -> httpx.Response:
     return deployment.post("/v1/responses", {"input": "Hi"} | body)
 
 
-def raw_events(deployment, **body) -> list[dict]:
+def raw_events(deployment, headers: dict[str, str] | None = None, **body) -> list[dict]:
     """Each checked to be named as its data is."""
-    with httpx.stream(
-        "POST", deployment.url + "/v1/responses", json={"input": "Hi", "stream": True} | body, timeout=PATIENCE_S
-    ) as response:
+    url, asked = deployment.url + "/v1/responses", {"input": "Hi", "stream": True} | body
+    with httpx.stream("POST", url, json=asked, headers=headers, timeout=PATIENCE_S) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         raw = response.read().decode()
     told = []

@@ -1,5 +1,6 @@
 """Stored responses, and the leases of background responses."""
 
+import contextlib
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -50,16 +51,21 @@ class Responses:
     ) -> None:
         """Store a response that has ended, and in the same transaction append its items to a conversation.
 
-        ``items`` is as in ``StoredResponse``. Raises ``AlreadyExists`` if the id is in use, ``NotFound`` if the
-        conversation was deleted, ``Overloaded`` if too many bytes wait for the store, and the store's errors.
+        A failed response with the same id is replaced: the request was sent again. ``items`` is as in
+        ``StoredResponse``. Raises ``AlreadyExists`` if the id is in use, ``NotFound`` if the conversation was deleted,
+        ``Overloaded`` if too many bytes wait for the store, and the store's errors.
         """
         record = _record(body, items, key_name)
         if addition is None:
-            await self._inserts.add(record, len(record["body"]) + len(items), MAX_WAITING_BYTES)
-            return
+            with contextlib.suppress(AlreadyExists):
+                await self._inserts.add(record, len(record["body"]) + len(items), MAX_WAITING_BYTES)
+                return
+        own = StoredResponse.id == record["id"], StoredResponse.key_name == key_name
         try:
             async with self._store.writing() as session:
-                await append(session, addition, key_name)
+                await session.execute(delete(StoredResponse).where(*own, StoredResponse.status == FAILED))
+                if addition is not None:
+                    await append(session, addition, key_name)
                 await session.execute(insert(StoredResponse), record)
         except IntegrityError as error:
             raise AlreadyExists("a response with this id is stored already") from error

@@ -8,13 +8,18 @@ import secrets
 import httpx
 import openai
 import pytest
+from openai.lib.streaming.responses import ResponseTextDeltaEvent
 
 from services.common.errors import ReusedIdempotencyKey
 from services.gateway.http.idempotency import seed_of_retries
 from services.gateway.store import tries
 from services.gateway.store.database import Store
 from services.gateway.store.tries import Tries
-from tests.gateway.deployment import PATIENCE_S, eventually
+from tests.fakes.worker import FakeWorker
+from tests.gateway.deployment import PATIENCE_S, Deployment, eventually
+from tests.gateway.test_agent_bodies import PATCH, SHELL, calling
+from tests.gateway.test_responses import WEATHER, raw_events
+from tests.gateway.test_tools import CALL, THOUGHT
 
 LINE = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi", "max_tokens": 2}}\n'
 
@@ -82,6 +87,82 @@ def test_a_response_that_is_streamed_again_has_the_same_id_and_text(sdk, model, 
         told.append((last.response.id, last.response.output_text, last.response.store))
     assert told[0] == told[1]
     assert sdk.responses.retrieve(told[0][0]).output_text == told[0][1]
+
+
+def without_deltas(events: list[dict]) -> list[dict]:
+    return [event | {"sequence_number": 0} for event in events if not event["type"].endswith(".delta")]
+
+
+def delta_texts(events: list[dict]) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for event in events:
+        if event["type"].endswith(".delta"):
+            texts[event["item_id"]] = texts.get(event["item_id"], "") + event["delta"]
+    return texts
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": "Yes, we can.", "top_logprobs": 2},
+        {"input": "Yes, we can.", "max_output_tokens": 2},
+        {"input": f"{THOUGHT}Let me see. {CALL}", "tools": [WEATHER], "include": ["reasoning.encrypted_content"]},
+        {"input": calling("apply_patch", input="*** Begin Patch"), "tools": [PATCH]},
+        {"input": calling("local_shell", command=["ls"]), "tools": [SHELL]},
+    ],
+    ids=["text", "incomplete", "reasoning and call", "custom call", "shell call"],
+)
+def test_a_stored_stream_is_sent_again_with_the_same_events(qwen, again, body):
+    first, second = (raw_events(qwen, again, **body) for _ in range(2))
+    assert without_deltas(second) == without_deltas(first)
+    assert delta_texts(second) == delta_texts(first)
+
+
+def test_a_stream_with_a_conversation_is_generated_once(qwen, again):
+    with qwen.sdk() as sdk:
+        conversation = sdk.conversations.create().id
+        ask = {"model": sdk.models.list().data[0].id, "input": "One", "conversation": conversation}
+        responses = []
+        for _ in range(2):
+            with sdk.responses.stream(**ask, extra_headers=again) as stream:
+                deltas = [event.delta for event in stream if isinstance(event, ResponseTextDeltaEvent)]
+                responses.append(stream.get_final_response().to_dict())
+            assert "".join(deltas) == "One"
+        assert responses[1] == responses[0]  # also the usage: the second prompt would contain the first turn
+        assert len(sdk.conversations.items.list(conversation).data) == 2
+
+
+async def test_a_stream_that_failed_is_generated_again_and_replaced(tmp_path):
+    worker = FakeWorker(step_s=1.0)
+    running = Deployment(tmp_path, worker_address=await worker.start())
+    try:
+        await asyncio.to_thread(running.wait_ready)
+        async with running.async_sdk() as sdk:
+            model, conversation = (await sdk.models.list()).data[0].id, (await sdk.conversations.create()).id
+
+            async def last_response(conversation_id: str | None):
+                again = {"Idempotency-Key": f"failed-{conversation_id}"}
+                stream = await sdk.responses.create(
+                    model=model, input="Hi", max_output_tokens=50, conversation=conversation_id, stream=True,
+                    extra_headers=again, extra_body={"timeout": 5},
+                )  # fmt: skip
+                return [event async for event in stream][-1].response
+
+            async def each_response() -> list:
+                return await asyncio.gather(last_response(None), last_response(conversation))
+
+            failed = await each_response()
+            assert {(await sdk.responses.retrieve(response.id)).status for response in failed} == {"failed"}
+            worker.step_s = 0.0
+            repeated = await each_response()
+            assert [(each.id, each.status) for each in repeated] == [(each.id, "incomplete") for each in failed]
+            assert await each_response() == repeated
+            assert [await sdk.responses.retrieve(response.id) for response in repeated] == repeated
+            items = [item async for item in sdk.conversations.items.list(conversation, order="asc")]
+            assert [item.content[0].text for item in items] == ["Hi", repeated[1].output_text]
+    finally:
+        running.stop()
+        await worker.stop()
 
 
 @pytest.mark.parametrize("stream", [True, False])

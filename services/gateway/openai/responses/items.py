@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import orjson
+
 from services.gateway.openai.chat_shape import call_id
 from services.gateway.openai.output.deltas import Arguments, CallBegun, Content, Delta
 from services.gateway.openai.responses.input_items import sealed
@@ -50,14 +52,27 @@ class OutputItems:
             new = logprobs if kind == "message" else ()
             self._logprobs += new
             if kind in _STREAMS:
-                content = self._with_logprobs({"delta": delta.text}, new)
-                events.append((f"response.{_STREAMS[kind]}.delta", self._position(part=True) | content))
+                events.append(self._delta(delta.text, new))
         return events
 
     def finish(self, *, complete: bool) -> list[Event]:
         """End the response, and return the events. A response without items gets an empty message."""
         events = [] if self.items else self._begin("message", _EMPTY["message"])
         return events + self._end("completed" if complete else "incomplete")
+
+    def replay(self, items: Iterable[dict[str, Any]]) -> list[Event]:
+        """Append ``items``, which have ended, and return their events. The whole text of an item is one delta."""
+        events: list[Event] = []
+        for item in items:
+            kind = item["type"]
+            begun = item | (_EMPTY.get(kind) or call_content(kind, "", complete=False)) | {"status": "in_progress"}
+            begun.pop("encrypted_content", None)
+            events += self._append(item, begun)
+            part: dict[str, Any] = item["content"][0] if kind in _PARTS else {"text": item.get("arguments")}
+            if part["text"]:
+                events.append(self._delta(part["text"], part.get("logprobs", [])))
+            events += self._events_of_end()
+        return events
 
     def abandon(self) -> None:
         """End a response that has failed or was cancelled, with its open item as it is."""
@@ -75,12 +90,21 @@ class OutputItems:
         events = self._end("completed")
         name = f"{_PREFIXES[kind]}_{self._name}{len(self.items):04x}"
         item = {"id": name, "type": kind, "status": "in_progress", **content}
+        self._text, self._logprobs = "", []
+        return events + self._append(item, dict(item))
+
+    def _append(self, item: dict[str, Any], begun: dict[str, Any]) -> list[Event]:
+        """Append ``item``, and return the events of its beginning. ``begun``: the item without its text."""
         self.items.append(item)
-        self._open, self._text, self._logprobs = item, "", []
-        events.append(("response.output_item.added", self._position() | {"item": dict(item)}))
-        if kind in _PARTS:
+        self._open = item
+        events: list[Event] = [("response.output_item.added", self._position() | {"item": begun})]
+        if (kind := item["type"]) in _PARTS:
             events.append(("response.content_part.added", self._position(part=True) | {"part": _part(kind, "", [])}))
         return events
+
+    def _delta(self, text: str, logprobs: Sequence[dict[str, Any]]) -> Event:
+        content = self._with_logprobs({"delta": text}, logprobs)
+        return f"response.{_STREAMS[self._open['type']]}.delta", self._position(part=True) | content
 
     def _end(self, status: str) -> list[Event]:
         item = self._open
@@ -88,18 +112,25 @@ class OutputItems:
             return []
         kind, text = item["type"], self._text
         item["status"] = status
-        events: list[Event] = []
         if kind in _PARTS:
-            part = _part(kind, text, self._logprobs)
-            item["content"] = [part]
-            content = self._with_logprobs({"text": text}, self._logprobs)
+            item["content"] = [_part(kind, text, self._logprobs)]
+        else:
+            item |= call_content(kind, text, complete=status == "completed")
+        if kind == "reasoning" and self._encrypted:
+            item["encrypted_content"] = sealed(text)
+        return self._events_of_end()
+
+    def _events_of_end(self) -> list[Event]:
+        """Return the last events of the open item, which has its whole content. No item is open afterwards."""
+        item = self._open
+        events: list[Event] = []
+        if (kind := item["type"]) in _PARTS:
+            [part] = item["content"]
+            content = self._with_logprobs({"text": part["text"]}, part.get("logprobs", []))
             events.append((f"response.{_PARTS[kind]}.done", self._position(part=True) | content))
             events.append(("response.content_part.done", self._position(part=True) | {"part": part}))
         else:
-            item |= call_content(kind, text, complete=status == "completed")
             events += self._end_of_call(item)
-        if kind == "reasoning" and self._encrypted:
-            item["encrypted_content"] = sealed(text)
         events.append(("response.output_item.done", self._position() | {"item": dict(item)}))
         self._open = {}
         return events
@@ -134,6 +165,15 @@ class OutputItems:
             if self._open["type"] in _PARTS:
                 position["content_index"] = 0
         return position
+
+
+def written(events: Iterable[Event], first: int) -> bytes:
+    """Return ``events`` as server-sent events. ``first``: sequence number of the first event."""
+    lines = []
+    for number, (kind, content) in enumerate(events, first):
+        document = {"type": kind, "sequence_number": number, **content}
+        lines.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(document)))
+    return b"".join(lines)
 
 
 def response_of(item_id: str) -> str | None:

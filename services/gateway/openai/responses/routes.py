@@ -1,6 +1,5 @@
 """``/v1/responses``: create responses, count their input, and read, cancel and delete stored responses."""
 
-import contextlib
 import re
 
 import orjson
@@ -19,7 +18,7 @@ from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.responses.body import InputTokensBody, ResponsesBody, check_includes
 from services.gateway.openai.responses.in_background import respond_in_background
 from services.gateway.openai.responses.keeping import with_conversation
-from services.gateway.openai.responses.shape import ResponseShape
+from services.gateway.openai.responses.shape import ResponseShape, replayed
 from services.gateway.openai.router import AFTER, ORDER, Router, limit, parameters
 from services.gateway.openai.schemas import ChatBody
 from services.gateway.openai.sse import EventStream
@@ -28,6 +27,7 @@ from services.gateway.store.ids import new_id
 from services.gateway.store.queries import Query
 from services.gateway.store.service import NO_STORE, opened
 from services.gateway.store.shapes import page_of
+from services.gateway.store.tables import FAILED
 
 CREATE = "/v1/responses"
 MAX_PAGE = 100
@@ -60,13 +60,8 @@ async def create_response(gateway: Gateway, posted: Posted, caller: Caller) -> R
         store = await gateway.store.opened()
         same = fingerprint(CREATE, posted.raw)
         response_id = "resp_" + await store.tries.name(caller.owner, caller.idempotency_key, same)
-        if body.background or not body.stream:
-            with contextlib.suppress(NotFound):
-                kept = await store.responses.get(response_id, caller.owner)
-                if body.stream:
-                    events = store.background.follow(response_id, caller.owner, 0)
-                    return EventStream(events, lambda disconnected: None, ignored)
-                return Response(kept.body, headers=ignored, media_type="application/json")
+        if (earlier := await _earlier(gateway, body, response_id, caller.owner, ignored)) is not None:
+            return earlier
     if body.background and body.store is None:
         body = body.model_copy(update={"store": True})  # rejected if the gateway has no store
     body, keeper = await with_conversation(gateway, body, posted.bytes, caller.owner)
@@ -157,6 +152,28 @@ def check_include_query(request: Request) -> None:
         check_includes(given.split(",") if given else [])
     except ValueError as error:
         raise InvalidValue.at("include", str(error)) from None
+
+
+async def _earlier(
+    gateway: Gateway, body: ResponsesBody, response_id: str, owner: str, headers: dict[str, str]
+) -> Response | None:
+    """Return the response that an earlier try of this request stored, or None.
+
+    A stream that failed is generated again. Its new response replaces the stored one.
+    """
+    store = await gateway.store.opened()
+    try:
+        kept = await store.responses.get(response_id, owner)
+    except NotFound:
+        return None
+    if not body.stream:
+        return Response(kept.body, headers=headers, media_type="application/json")
+    if body.background:
+        return EventStream(store.background.follow(response_id, owner, 0), lambda disconnected: None, headers)
+    if kept.status == FAILED:
+        return None
+    events = await gateway.text.worked(kept.size, replayed, kept.body)
+    return Response(events, headers=headers, media_type="text/event-stream")
 
 
 async def _chat(gateway: Gateway, posted: Posted, body: ResponsesBody) -> ChatBody:

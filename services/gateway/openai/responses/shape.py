@@ -13,7 +13,7 @@ from services.gateway.openai.logprobs import TokenText, chat_content
 from services.gateway.openai.output.deltas import Content, Delta
 from services.gateway.openai.responses.attribution import Attribution
 from services.gateway.openai.responses.body import ResponsesBody
-from services.gateway.openai.responses.items import Event, OutputItems
+from services.gateway.openai.responses.items import Event, OutputItems, written
 from services.gateway.openai.responses.keeping import Keeper
 from services.gateway.openai.responses.tools import HostedTool, offered
 from services.gateway.openai.transcript import Piece
@@ -140,12 +140,9 @@ class ResponseShape(ChatShape):
         return self._attribution.read(text, piece.entries, logprobs, last=last)
 
     def _events(self, events: Sequence[Event]) -> bytes:
-        lines = []
-        for kind, content in events:
-            document = {"type": kind, "sequence_number": self._event_count, **content}
-            self._event_count += 1
-            lines.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(document)))
-        return b"".join(lines)
+        first = self._event_count
+        self._event_count += len(events)
+        return written(events, first)
 
     def _usage(self, choices: Sequence[ActiveSample]) -> dict[str, Any]:
         usage = usage_of(choices)
@@ -192,6 +189,16 @@ class ResponseShape(ChatShape):
             "usage": usage,
             "user": body.user,
         }
+
+
+def replayed(body: bytes) -> bytes:
+    """Return the events of a stream that ends with the stored response ``body``. Each text is one delta."""
+    response = orjson.loads(body)
+    begun = response | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    events: list[Event] = [(f"response.{state}", {"response": begun}) for state in ("created", "in_progress")]
+    events += OutputItems(response["id"], {}).replay(response["output"])
+    events.append((f"response.{response['status']}", {"response": response}))
+    return written(events, 0)
 
 
 def _code(error: TokaError) -> str:
