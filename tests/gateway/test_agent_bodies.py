@@ -6,6 +6,7 @@ import httpx
 import openai
 import pytest
 
+from services.gateway.openai.json_value import MAX_DEPTH
 from tests.gateway.deployment import PATIENCE_S
 from tests.gateway.test_errors import error_of
 from tests.gateway.test_responses import WEATHER, raw_events, respond
@@ -265,3 +266,31 @@ def test_items_of_a_stream_have_the_ids_that_references_lead_by(qwen, client, na
     reference = {"type": "item_reference", "id": added[1]}
     going_on = client.responses.create(model=name, input=[reference, {"role": "user", "content": "Two"}])
     assert going_on.output_text == "Two"
+
+
+FUNCTION = {"type": "function", "name": "f"}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("tools", "choice", "param"),
+    [
+        ([FUNCTION | {"x": "DEEP"}], "auto", "tools[0].x"),
+        ([DOCS | {"tools": [FUNCTION | {"x": "DEEP"}]}], "auto", "tools[0].tools[0].x"),
+        (
+            [FUNCTION],
+            {"type": "allowed_tools", "mode": "auto", "tools": [FUNCTION | {"x": "DEEP"}]},
+            "tool_choice.tools[0].x",
+        ),
+    ],
+    ids=["function", "namespace", "allowed tools"],
+)
+def test_unknown_members_of_tools_are_rejected_if_they_are_nested_too_deeply(qwen, tools, choice, param, stream):
+    body = json.dumps({"input": "Hi", "tools": tools, "tool_choice": choice, "stream": stream})
+
+    def ask(levels: int) -> httpx.Response:
+        return qwen.post("/v1/responses", body.replace('"DEEP"', "[" * levels + "]" * levels).encode())
+
+    error = error_of(ask(2 * MAX_DEPTH), 400)
+    assert (error["param"], f"{MAX_DEPTH} levels" in error["message"]) == (param, True)
+    assert "[" * MAX_DEPTH in ask(MAX_DEPTH).raise_for_status().text

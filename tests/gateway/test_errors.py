@@ -39,6 +39,13 @@ def test_a_value_that_is_nested_too_deeply_to_be_shown(deployment, value):
     error_of(deployment.post(COMPLETIONS, f"{{{value.replace('DEEP', deep)}}}".encode()), 400)
 
 
+@pytest.mark.parametrize(("name", "other"), [("n", "best_of"), ("stop", "stop_sequences"), ("seed", "random_seed")])
+def test_values_that_are_nested_too_deeply_to_be_compared_are_rejected(deployment, name, other):
+    deep = "[" * 1000 + "]" * 1000
+    body = f'{{"prompt": "x", "{name}": {deep}, "{other}": {deep}}}'
+    assert error_of(deployment.post(COMPLETIONS, body.encode()), 400)["param"] == other
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -86,11 +86,11 @@ def _pieces(value: Any, most: int) -> Iterator[str]:
         yield repr(value)
 
 
-def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return ``schema``. Raises ``ValueError`` if it is too deep, or larger than the largest grammar."""
-    if json_size(schema, MAX_GRAMMAR_BYTES) > MAX_GRAMMAR_BYTES:
-        raise ValueError(f"it has more than {MAX_GRAMMAR_BYTES} bytes as text; give a smaller schema")
-    return schema
+def check_value(value: Any) -> Any:
+    """Return ``value``. Raises ``ValueError`` if it is too deep, or larger than the largest grammar."""
+    if json_size(value, MAX_GRAMMAR_BYTES) > MAX_GRAMMAR_BYTES:
+        raise ValueError(f"it has more than {MAX_GRAMMAR_BYTES} bytes as text; make it smaller")
+    return value
 
 
 def check_texts(texts: list[str]) -> list[str]:
@@ -100,5 +100,6 @@ def check_texts(texts: list[str]) -> list[str]:
     return texts
 
 
-# A JSON Schema in a body. Its size and depth are limited.
-Schema = Annotated[dict[str, Any], AfterValidator(check_schema)]
+# Any value in a body, and a JSON Schema. Their size and depth are limited.
+BoundedValue = Annotated[Any, AfterValidator(check_value)]
+Schema = Annotated[dict[str, Any], AfterValidator(check_value)]

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from services.common.json_scan import MAX_VALUES
 from services.common.large_json import count_marks
 from services.gateway.openai.body import Body, optional
-from services.gateway.openai.json_value import Schema
+from services.gateway.openai.json_value import BoundedValue, Schema
 
 # Far more than clients use. They limit the time to validate one body.
 MAX_MESSAGES = 65_536
@@ -164,6 +164,8 @@ class Message(Body):
 class Function(Body):
     """The name, the description and the parameters of a tool."""
 
+    # Without ``init=False``, type checkers take it for a parameter.
+    __pydantic_extra__: dict[str, BoundedValue] = Field(init=False)
     keeps_unknown = True
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -177,6 +179,8 @@ class Function(Body):
 class Tool(Body):
     """A function that the model may call."""
 
+    # Without ``init=False``, type checkers take it for a parameter.
+    __pydantic_extra__: dict[str, BoundedValue] = Field(init=False)
     keeps_unknown = True
 
     type: Literal["function"]

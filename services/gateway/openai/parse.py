@@ -15,7 +15,7 @@ from services.gateway.engine.text import INLINE_BYTES, TextEngine
 from services.gateway.http.request import Posted
 from services.gateway.openai.body import Body, UnknownNames
 from services.gateway.openai.problems import describe
-from services.gateway.openai.unsupported import HARMLESS, UNSUPPORTED, refuse_unsupported, rename
+from services.gateway.openai.unsupported import HARMLESS, UNSUPPORTED, refuse_unsupported, rename, same
 
 IGNORED_HEADER = "x-toka-ignored-params"
 MAX_PARAMETERS = 1024
@@ -66,7 +66,8 @@ def validate(document: Any, kind: type[B]) -> B:
     if len(document) > MAX_PARAMETERS:
         raise InvalidRequest(f"the body has {len(document)} parameters: at most {MAX_PARAMETERS}")
     document = dict(document)  # the caller keeps its own: a Batch line may be sent again
-    if document.get("best_of") is not None and document.get("best_of") == document.get("n", 1):
+    best_of = document.get("best_of")
+    if best_of is not None and same(best_of, document.get("n", 1), "best_of"):
         del document["best_of"]  # the best n of n samples are all samples
     given = rename(document, kind.other_names)
     refuse_unsupported(document, kind)

@@ -196,17 +196,17 @@ def refused_names(
     }
 
 
-def rename(document: dict[str, Any], same: Mapping[str, str]) -> dict[str, str]:
+def rename(document: dict[str, Any], names: Mapping[str, str]) -> dict[str, str]:
     """Replace other engines' names in ``document``. Return the names that were replaced, by this server's name.
 
     Raises ``InvalidRequest`` if a parameter has different values under two names.
     """
     given: dict[str, str] = {}
-    for name in [name for name in same if name in document]:
-        value, ours = document.pop(name), same[name]
+    for name in [name for name in names if name in document]:
+        value, ours = document.pop(name), names[name]
         if value is None:
             continue
-        if document.get(ours) is not None and document[ours] != value:
+        if document.get(ours) is not None and not same(document[ours], value, name):
             raise InvalidValue(
                 f"{name!r} is another name of {given.get(ours, ours)!r}, which has another value; send one of them",
                 field=name,
@@ -224,7 +224,7 @@ def refuse_unsupported(body: dict[str, Any], kind: type[Body]) -> None:
         other = kind.elsewhere.get(name) or _renamed(name, kind)
         if other is None and name in UNSUPPORTED:
             other = Elsewhere("", UNSUPPORTED[name])
-        if other is None or any(_same(value, neutral) for neutral in other.neutrals):
+        if other is None or any(same(value, neutral, name) for neutral in other.neutrals):
             continue
         raise UnsupportedParameter(_refusal(name, other), field=name)
 
@@ -244,6 +244,12 @@ def _refusal(name: str, other: Elsewhere) -> str:
     return f"the parameter {name!r} is not supported by this server yet; leave it out{neutral}"
 
 
-def _same(value: Any, neutral: Any) -> bool:
-    """Return whether two values are equal. True and 1 are not."""
-    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+def same(value: Any, other: Any, field: str) -> bool:
+    """Return whether two values are equal. True and 1 are not.
+
+    Raises ``InvalidRequest``, which names ``field``, if both are nested too deeply to be compared.
+    """
+    try:
+        return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+    except RecursionError:
+        raise InvalidValue.at(field, "it is nested too deeply; make it flatter") from None

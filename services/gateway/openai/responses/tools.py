@@ -11,6 +11,7 @@ from pydantic_core import from_json
 
 from services.common.errors import InvalidValue, UnsupportedParameter
 from services.gateway.openai.body import Body, optional
+from services.gateway.openai.json_value import BoundedValue
 from services.gateway.openai.messages import (
     MAX_TOOLS,
     AllowedFunctions,
@@ -155,7 +156,7 @@ class AllowedResponseTools(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[
-        list[dict[str, Any]],
+        list[dict[str, BoundedValue]],
         Field(min_length=1, max_length=MAX_TOOLS, description="Tools of the request, by type and name."),
     ]
 
