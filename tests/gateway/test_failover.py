@@ -337,6 +337,25 @@ async def test_a_scheduler_that_is_away_is_passed_by_and_a_full_one_is_asked_aga
         assert isinstance(await failed(old), InvalidRequest)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_an_abort_of_a_queued_request_leaves_the_tokens_of_lost_schedulers(streaming):
+    async with Place() as place:
+        scheduler, place.scheduler = place.scheduler, None
+        running = generation(prompts=2, streaming=streaming)
+        aborted, other = running.samples
+        if streaming:
+            running.add_tokens(aborted, [0, 1, 2], None)
+        place.failover.lose(tokens(running, 3, 0), LOST, "lost")
+        assert place.failover.abort(["r-0"]) == 1
+        assert (aborted.ending.reason, aborted.ending.completion_tokens) == ("abort", 3)
+        assert list(aborted.take()[0]) == [0, 1, 2]
+        place.scheduler = scheduler
+        place.failover.wake()
+        [sent] = await place.sent(1)
+        assert (sent.samples, other.ending) == ([other], None)
+        assert place.failover.abort(None) == 0
+
+
 async def test_what_is_closed_while_it_waits_is_forgotten_and_what_comes_late_is_told_why():
     async with Place() as place:
         scheduler, place.scheduler = place.scheduler, None

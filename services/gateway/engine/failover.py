@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -15,8 +15,9 @@ import structlog
 from services.common.boundaries import errors_to
 from services.common.errors import Internal, Overloaded, TokaError, Unavailable
 from services.common.process.time_slice import TimeSlice
+from services.common.request_ids import is_chosen
 from services.gateway.engine.active_request import ActiveSample, SchedulerRequest
-from services.gateway.engine.codec import SampleAction
+from services.gateway.engine.codec import SampleAction, SampleEnding
 from services.gateway.engine.metrics import FailoverReason, RequestMetrics
 from services.gateway.engine.quarantine import PROVEN, FailoverQuarantine
 from services.gateway.engine.replica import Replica
@@ -131,6 +132,18 @@ class Failover:
             request.parent.fail(error)
         self._queue.clear()
 
+    def abort(self, request_ids: Collection[str] | None) -> int:
+        """End queued requests with the tokens that they have. Return the number of their samples.
+
+        ``request_ids`` is as for ``is_chosen``.
+        """
+        chosen = [each for each in self._queue if is_chosen(each.submission.request_id, request_ids)]
+        for request in chosen:
+            del self._queue[request]
+            with request.parent.failing_on_errors("a queued request could not be aborted"):
+                self._abort(request)
+        return sum(len(request.samples) for request in chosen)
+
     def act_on(self, request: SchedulerRequest, action: SampleAction) -> None:
         """Remove ``request`` from the queue if it is cancelled. A session sends other actions after the request."""
         if action == "cancel":
@@ -160,6 +173,18 @@ class Failover:
         request.holder = self
         self._queue[request] = None
         self._wakeup.set()
+
+    def _abort(self, request: SchedulerRequest) -> None:
+        parent, prompt_tokens = request.parent, len(request.submission.prompt.prompt_ids)
+        if not request.accepted:
+            parent.on_accepted()  # a stream waits for it
+        for sample in request.samples:
+            sample.failover_delay_s = time.perf_counter() - parent.began_at
+            if not parent.per_token:
+                sample.new_ids = sample.earlier_ids
+            ending = SampleEnding("abort", False, 0, prompt_tokens, len(sample.earlier_ids), 0, 0.0, 0.0, 0.0, None)
+            self._metrics.sample_finished(ending)
+            parent.finish(sample, ending)
 
     def _try(self, request: SchedulerRequest) -> None:
         """Send ``request`` if a replica can take it now. Fail it at its deadline."""

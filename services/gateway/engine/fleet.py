@@ -5,7 +5,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -113,6 +113,13 @@ class Fleet:
         for replica in self.replicas:
             replica.fail_all(error)
         self._on_change()
+
+    def abort_queued(self, request_ids: Collection[str] | None) -> int:
+        """End requests that no scheduler has, with the tokens that they have. Return the number of their samples.
+
+        ``request_ids`` is as for ``is_chosen``.
+        """
+        return self._failover.abort(request_ids)
 
     @property
     def trouble(self) -> str:

@@ -46,9 +46,10 @@ async def abort(fleet: Fleet, request_ids: Sequence[str]) -> int:
 
     Return the number of their samples. Raises the error of a scheduler.
     """
+    queued = fleet.abort_queued(frozenset(request_ids) or None)  # first, so that none is sent to a scheduler meanwhile
     request = control_pb2.AbortRequestsRequest(request_ids=request_ids)
     responses = await call_all(fleet, lambda stub: stub.AbortRequests, request, since=_SINCE)
-    return sum(each.samples for each in responses)
+    return queued + sum(each.samples for each in responses)
 
 
 async def reset_prefix_cache(fleet: Fleet) -> int:

@@ -1,7 +1,7 @@
 """Delivers events of the step loop to streams."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -13,6 +13,7 @@ from services.common.boundaries import errors_to
 from services.common.errors import Internal, Overloaded, TokaError
 from services.common.process.tracing import Tracing
 from services.scheduler.api.mailbox import Mailbox
+from services.scheduler.api.pending_grammars import PendingGrammars
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.events import Events, PlanEvent
 from services.scheduler.engine.loop import EngineLoop
@@ -35,6 +36,7 @@ class Hub:
         self._numbers = count(1)
         self._mailboxes: dict[int, Mailbox] = {}
         self._sessions: set[int] = set()
+        self.pending_grammars: set[PendingGrammars] = set()  # of the open sessions
         self._watchers: set[asyncio.Queue[PlanEvent]] = set()
         self.engine: EngineLoop  # set by the server
         self.weights: Callable[[], weights_pb2.Weights]  # of the workers, set by the server
@@ -97,6 +99,14 @@ class Hub:
     async def ask(self, call: Callable[[Scheduler], T]) -> T:
         """Return the result of ``call(core)``, which runs on the step loop."""
         return await asyncio.wrap_future(self.engine.ask(call))
+
+    async def abort(self, request_ids: Collection[str] | None) -> int:
+        """End requests with the tokens that they have. Return the number of their samples.
+
+        Requests of sessions whose grammars are being checked end afterwards. ``request_ids`` is as for ``is_chosen``.
+        """
+        pending = sum(each.abort(request_ids) for each in self.pending_grammars)
+        return pending + await self.ask(lambda core: core.abort(request_ids))
 
     def _dispatch(self, events: Events) -> None:
         for sink, item in events:

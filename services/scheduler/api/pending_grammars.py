@@ -3,13 +3,15 @@
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import structlog
 
 from services.common.boundaries import errors_as_internal
 from services.common.errors import AlreadyExists, Overloaded, TokaError
+from services.common.request_ids import is_chosen
 from services.scheduler.core.request import Request
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.events import Action
 from services.scheduler.engine.loop import EngineLoop
 from services.scheduler.grammar.checker import GrammarChecker
@@ -74,6 +76,15 @@ class PendingGrammars:
                 self._deferred[request.handle].setdefault(action, set()).add(handle)
         if submitted:
             self._engine.act_on(self._sink, submitted, action)
+
+    def abort(self, request_ids: Collection[str] | None) -> int:
+        """End the samples that wait here when their requests have been submitted. Return the number of the samples.
+
+        ``request_ids`` is as for ``is_chosen``.
+        """
+        handles = [handle for handle, request in self._waiting.items() if is_chosen(request.request_id, request_ids)]
+        self.act_on(handles, Scheduler.end)
+        return len(handles)
 
     def close(self) -> None:
         """Cancel all checks at the end of the session."""

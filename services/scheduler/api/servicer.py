@@ -206,7 +206,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise InvalidRequest(f"{len(ids)} ids: expected at most {_MOST_ABORTED}", field="request_ids")
         if "" in ids:
             raise InvalidRequest("an id is empty; leave out all ids to abort every request", field="request_ids")
-        samples = await self._hub.ask(lambda core: core.abort(ids or None))
+        samples = await self._hub.abort(frozenset(ids) or None)
         log.info("requests were aborted", request_ids=ids[:_NAMED] or "all", samples=samples)
         return control_pb2.AbortRequestsResponse(samples=samples)
 

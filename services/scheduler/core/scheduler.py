@@ -1,6 +1,6 @@
 """Interface of the core: submit and cancel requests, plan steps, take results, attach and detach the worker."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from services.common.errors import Cancelled, Internal, Unavailable
 from services.common.plan.result import StepResult
 from services.common.plan.result_rules import BrokenResult, check_result
 from services.common.plan.types import WorkerLimits
+from services.common.request_ids import is_chosen
 from services.scheduler.core.future.admission import AdmissionControl
 from services.scheduler.core.life.intake import Intake
 from services.scheduler.core.life.lifecycle import Lifecycle
@@ -158,17 +159,12 @@ class Scheduler:
             self.reset_prefix_cache()
         return aborted
 
-    def abort(self, request_ids: Sequence[str] | None = None) -> int:
+    def abort(self, request_ids: Collection[str] | None = None) -> int:
         """End the unfinished samples of requests with the tokens that they have. Return their number.
 
-        An id also stands for the requests that begin with it and ``-`` or ``+``. None stands for all requests.
+        ``request_ids`` is as for ``is_chosen``.
         """
-        requests = self.state.queue.requests
-        if request_ids is None:
-            chosen = list(requests.values())
-        else:
-            given, parts = set(request_ids), tuple(f"{each}{sign}" for each in request_ids for sign in "-+")
-            chosen = [each for name, each in requests.items() if name in given or name.startswith(parts)]
+        chosen = [each for name, each in self.state.queue.requests.items() if is_chosen(name, request_ids)]
         samples = [sample for request in chosen for sample in request.samples if not sample.finished]
         self._end(samples, FinishReason.ABORTED)
         return len(samples)
