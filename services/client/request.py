@@ -17,9 +17,9 @@ from services.gateway.engine.request import PromptRequest
 from services.gateway.engine.text import TextEngine
 from services.gateway.http.errors import to_body
 from services.gateway.http.request import Caller
-from services.gateway.openai.compiler import Draft, RequestCompiler, seed_of
+from services.gateway.openai.compiler import COMPLETION_TOKENS, Draft, RequestCompiler, seed_of
 from services.gateway.openai.grammar.answer import GRAMMAR_FIELD, Thoughts, explain
-from services.gateway.openai.limits import cut
+from services.gateway.openai.limits import cut, default_max_tokens
 from services.gateway.openai.parse import parse
 from services.gateway.openai.schemas import ChatBody
 
@@ -89,8 +89,9 @@ async def check(compiler: RequestCompiler, requests: Sequence[ClientRequest]) ->
     """Return the drafts of all requests. Raises InvalidRequest for wrong parameters."""
     drafts: dict[tuple[int, bool], Draft] = {}
     for request in {request.draft_key: request for request in requests}.values():
-        is_chat = request.conversation is not None
-        drafts[request.draft_key] = await compiler.draft(request.params.body, _NO_CALLER, is_chat=is_chat)
+        body, is_chat = request.params.body, request.conversation is not None
+        default = default_max_tokens(body, compiler.facts) if is_chat else COMPLETION_TOKENS
+        drafts[request.draft_key] = await compiler.draft(body, _NO_CALLER, default_tokens=default)
     return drafts
 
 

@@ -36,6 +36,15 @@ def test_completions_keep_the_limit_of_openai(running):
     assert answer.json()["usage"]["completion_tokens"] == 9  # 16, or what the operator allows
 
 
+@pytest.mark.parametrize(("asked", "tokens"), [({}, 9), ({"max_new_tokens": None}, 9), ({"max_new_tokens": 7}, 7)])
+def test_rollouts_without_a_limit_have_the_largest_that_is_allowed(running, asked, tokens):
+    params = asked | {"ignore_eos": True}
+    ids = running.post("/inference/v1/generate", {"token_ids": [5, 6, 7], "sampling_params": params})
+    assert ids.json()["usage"]["completion_tokens"] == tokens
+    generated = running.post("/generate", {"input_ids": [5, 6, 7], "sampling_params": params})
+    assert generated.json()["meta_info"]["completion_tokens"] == tokens
+
+
 def test_settings_that_are_not_followed_are_named_in_one_line_at_the_start(running):
     [line] = [line for line in running.scheduler.log.read_text().splitlines() if "not supported" in line]
     assert "no_repeat_ngram_size=3" in line

@@ -14,6 +14,7 @@ from services.gateway.openai.chat_shape import ChatShape, MakeReader
 from services.gateway.openai.chat_storing import ChatKeeper, StoredChatShape
 from services.gateway.openai.compiler import RequestCompiler
 from services.gateway.openai.gateway import Gateway
+from services.gateway.openai.limits import default_max_tokens
 from services.gateway.openai.logprobs import names_of_tokens
 from services.gateway.openai.parse import ignored_header, parse_large
 from services.gateway.openai.router import Router
@@ -43,7 +44,7 @@ async def ask(gateway: Gateway, body: ChatBody, caller: Caller, *, drop_oldest: 
     ``drop_oldest``: if the conversation leaves no room for the answer, drop its oldest messages.
     """
     compiler = await RequestCompiler.of(gateway, body, 1)
-    draft = await compiler.draft(body, caller, is_chat=True)
+    draft = await compiler.draft(body, caller, default_tokens=default_max_tokens(body, compiler.facts))
     rendered = await compiler.render(draft, body, drop_oldest=drop_oldest)
     seed = caller.retry_seed if body.seed is None else body.seed
     prompts = compiler.prompt_requests(

@@ -29,7 +29,7 @@ from services.gateway.openai.conversation import check_tools, make_grammar
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.grammar.answer import Thoughts
 from services.gateway.openai.grammar.wanted import wanted_grammar
-from services.gateway.openai.limits import NO_LIMITS, Limits, cut, default_max_tokens
+from services.gateway.openai.limits import NO_LIMITS, Limits, cut
 from services.gateway.openai.messages import NamedTool
 from services.gateway.openai.output.formats import OutputFormats
 from services.gateway.openai.schemas import ChatBody, GenerationBody
@@ -81,10 +81,13 @@ class RequestCompiler(NamedTuple):
         gateway.limits.check_samples(prompts, body)
         return cls(gateway.text, gateway.formats, await gateway.fleet.model(body.model), gateway.limits)
 
-    async def draft(self, body: GenerationBody, caller: Caller, *, is_chat: bool) -> Draft:
-        """Return the draft of ``body``. Raises InvalidRequest."""
-        default = default_max_tokens(body, self.facts) if is_chat else COMPLETION_TOKENS
-        max_tokens = self.limits.max_tokens(body, default)
+    async def draft(self, body: GenerationBody, caller: Caller, *, default_tokens: int | None) -> Draft:
+        """Return the draft of ``body``. Raises InvalidRequest.
+
+        ``default_tokens``: the maximum number of tokens of each answer if ``body`` sets none. None: the rest of the
+        context.
+        """
+        max_tokens = self.limits.max_tokens(body, default_tokens)
         kept = self.limits.kept_tokens(body, self.facts)
         grammar = await wanted_grammar(self.text, body)
         return Draft(body, make_settings(body, self.facts, caller, grammar), max_tokens, kept)

@@ -11,7 +11,7 @@ from services.common.text.vocabulary import TokenIds
 from services.gateway.engine.request import PromptRequest
 from services.gateway.http.request import Caller, Posted
 from services.gateway.openai.answer import Answer
-from services.gateway.openai.compiler import RequestCompiler
+from services.gateway.openai.compiler import COMPLETION_TOKENS, RequestCompiler
 from services.gateway.openai.gateway import Gateway
 from services.gateway.openai.logprobs import names_of_tokens
 from services.gateway.openai.parse import ignored_header, parse_large
@@ -32,7 +32,7 @@ async def create_completion(gateway: Gateway, posted: Posted, caller: Caller) ->
     """Continue one prompt or several."""
     body = await parse_large(gateway.text, posted, CompletionBody)
     compiler = await RequestCompiler.of(gateway, body, len(body.prompt))
-    draft = await compiler.draft(body, caller, is_chat=False)
+    draft = await compiler.draft(body, caller, default_tokens=COMPLETION_TOKENS)
     prompts: Sequence[TokenIds] = (
         body.prompt
         if not _are_texts(body.prompt)

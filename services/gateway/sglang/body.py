@@ -108,11 +108,12 @@ class GenerateSampling(Body):
             return {name: value for name, value in given.items() if value is not None or name == "max_new_tokens"}
         return given
 
-    def as_completion(self, most_tokens: int) -> dict[str, Any]:
-        """Return the parameters of a completion. ``most_tokens`` replaces a length of null."""
+    def as_completion(self) -> dict[str, Any]:
+        """Return the parameters of a completion, without a length that the client did not ask for."""
         given = {name: getattr(self, name) for name in type(self).model_fields if name not in _NOT_IN_A_COMPLETION}
-        found = {COMPLETION_NAMES.get(name, name): value for name, value in given.items() if value is not None}
-        return {"max_tokens": most_tokens} | found
+        if "max_new_tokens" not in self.model_fields_set:
+            del given["max_new_tokens"]
+        return {COMPLETION_NAMES.get(name, name): value for name, value in given.items() if value is not None}
 
 
 _IN_SAMPLING = {name: Elsewhere(f"sampling_params.{name}") for name in GenerateSampling.model_fields}
@@ -220,12 +221,12 @@ class GenerateBody(Body):
         """True if log-probabilities of the prompt are wanted."""
         return self.return_logprob and self.logprob_start_len >= 0
 
-    def completion(self, most_tokens: int) -> CompletionBody:
-        """Return the completion with the same meaning. ``most_tokens`` limits an answer without a limit.
+    def completion(self) -> CompletionBody:
+        """Return the completion with the same meaning.
 
         Stop strings and stop tokens are kept in its text and removed later, because their log-probabilities are wanted.
         """
-        fields = self.sampling_params.as_completion(most_tokens) | {
+        fields = self.sampling_params.as_completion() | {
             "prompt": self.prompts,
             "stream": self.stream,
             "include_stop_str_in_output": True,

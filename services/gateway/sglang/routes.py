@@ -50,10 +50,11 @@ async def generate(gateway: Gateway, posted: Posted, caller: Caller) -> Response
 
 
 async def _generate(gateway: Gateway, body: GenerateBody, size: int, caller: Caller) -> Response:
-    most_tokens = (await gateway.fleet.model(None)).max_context_tokens
-    completion = await gateway.text.worked(size, body.completion, most_tokens)
+    completion = await gateway.text.worked(size, body.completion)
     compiler = await RequestCompiler.of(gateway, completion, len(body.prompts))
-    draft = await compiler.draft(completion, caller, is_chat=False)
+    # Used if the client set no number: 128, or None for null.
+    default_tokens = body.sampling_params.max_new_tokens
+    draft = await compiler.draft(completion, caller, default_tokens=default_tokens)
     # Completions refuse this with stop strings, which are removed by their bytes. Here, the whole text is compared.
     shows_specials = body.sampling_params.skip_special_tokens is False
     draft = draft._replace(settings=replace(draft.settings, special_tokens=shows_specials))

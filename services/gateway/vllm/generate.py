@@ -71,8 +71,8 @@ class TokenGenerateBody(Body):
         "0 is normal. Requests with a lower value run first, requests with a higher value last."
     )
 
-    def completion(self, most_tokens: int) -> CompletionBody:
-        """Return the completion with the same meaning. ``most_tokens`` limits an answer without a limit.
+    def completion(self) -> CompletionBody:
+        """Return the completion with the same meaning.
 
         Raises ``InvalidRequest``, whose field begins with ``sampling_params``.
         """
@@ -92,8 +92,7 @@ class TokenGenerateBody(Body):
                 )
         kept = {name: value for name, value in given.items() if name not in _ABOUT_TEXT}
         set_by_caller = {CompletionBody.other_names.get(name, name) for name in kept}
-        defaults = {"max_tokens": most_tokens} | _DEFAULTS
-        missing = {name: value for name, value in defaults.items() if name not in set_by_caller}
+        missing = {name: value for name, value in _DEFAULTS.items() if name not in set_by_caller}
         return validate(missing | kept | own, CompletionBody)
 
 
@@ -151,10 +150,9 @@ async def generate_tokens(gateway: Gateway, posted: Posted, caller: Caller) -> R
 
 
 async def _generate(gateway: Gateway, body: TokenGenerateBody, size: int, caller: Caller) -> Response:
-    most_tokens = (await gateway.fleet.model(body.model)).max_context_tokens
-    completion = await gateway.text.worked(size, body.completion, most_tokens)
+    completion = await gateway.text.worked(size, body.completion)
     compiler = await RequestCompiler.of(gateway, completion, 1)
-    draft = await compiler.draft(completion, caller, is_chat=False)
+    draft = await compiler.draft(completion, caller, default_tokens=None)
     seed = caller.retry_seed if completion.seed is None else completion.seed
     requests = compiler.prompt_requests(draft, [body.token_ids], caller.request_id, field="prompt", seed=seed)
     token_text = None if completion.logprobs is None else gateway.text.token_text

@@ -20,6 +20,7 @@ ENTRIES = {
     "two-at-once": "max_concurrent = 2",
     "thrifty": "tokens_per_minute = 300",
     "open": "tokens_per_minute = 1100",
+    "trainer": "tokens_per_minute = 1100",
     "saver": "tokens_per_minute = 6000",
     "both": "max_concurrent = 1\ntokens_per_minute = 300",
 }

@@ -335,6 +335,17 @@ def test_tokens_a_minute_are_reserved_and_what_was_not_made_comes_back(guarded):
         assert client.post("/v1/completions", json={"prompt": [5] * 2000, "max_tokens": 100}).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt", "params"),
+    [("/inference/v1/generate", "token_ids", {}), ("/generate", "input_ids", {"max_new_tokens": None})],
+)
+def test_a_rollout_without_a_limit_reserves_a_part_of_the_context(guarded, path, prompt, params):
+    body = {prompt: [5, 6, 7], "sampling_params": params | {"stop": [*"aeinorst "]}}
+    with guarded.http("trainer") as client:
+        answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+
+
 def test_a_stream_that_its_client_leaves_costs_what_was_made_of_it(guarded):
     body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "ignore_eos": True}
     with guarded.http("open") as client:

@@ -60,6 +60,12 @@ def test_tokens_and_log_probabilities_are_those_of_a_completion(deployment, para
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["output_token_logprobs_length"]) == (3, 12, 12)
 
 
+@pytest.mark.parametrize(("asked", "tokens"), [({}, 128), ({"max_new_tokens": None}, 148)])
+def test_without_a_number_the_length_is_that_of_sglang(deployment, asked, tokens):
+    answer = generate(deployment, input_ids=[40] * 1900, sampling_params=asked | {"ignore_eos": True})
+    assert answer["meta_info"]["completion_tokens"] == tokens
+
+
 def test_every_event_of_a_stream_has_the_answer_so_far(deployment):
     body = {"input_ids": IDS, "sampling_params": SLIME, "return_logprob": True}
     events, whole = chunks(deployment, **body), generate(deployment, **body)
