@@ -24,24 +24,37 @@ Method = Callable[["SchedulerServiceAsyncStub"], Callable[..., Awaitable[R]]]
 
 
 async def call_each(
-    fleet: Fleet, method: Method[R], request: Any, *, since: str, timeout_s: float | None = 5.0
+    fleet: Fleet,
+    method: Method[R],
+    request: Any,
+    *,
+    since: str,
+    timeout_s: float | None = 5.0,
+    replicas: Sequence[Replica] | None = None,
 ) -> Sequence[R | TokaError]:
-    """Send ``request`` to every scheduler at the same time. Return the response or the error of each.
+    """Send ``request`` to ``replicas`` (default: all) at the same time. Return the response or the error of each.
 
     A list of requests has one for each scheduler, in their order. ``since`` is the version of the contract with the
     method. ``timeout_s`` None: wait without a limit.
     """
-    requests = request if isinstance(request, list) else [request] * len(fleet.replicas)
-    pairs = zip(fleet.replicas, requests, strict=True)
+    replicas = fleet.replicas if replicas is None else replicas
+    requests = request if isinstance(request, list) else [request] * len(replicas)
+    pairs = zip(replicas, requests, strict=True)
     return await asyncio.gather(*(_call(replica, method, each, since, timeout_s) for replica, each in pairs))
 
 
 async def call_all(
-    fleet: Fleet, method: Method[R], request: Any, *, since: str, timeout_s: float | None = 5.0
+    fleet: Fleet,
+    method: Method[R],
+    request: Any,
+    *,
+    since: str,
+    timeout_s: float | None = 5.0,
+    replicas: Sequence[Replica] | None = None,
 ) -> list[R]:
     """Return the response of every scheduler, as ``call_each``. Raises the first error."""
     responses = []
-    for each in await call_each(fleet, method, request, since=since, timeout_s=timeout_s):
+    for each in await call_each(fleet, method, request, since=since, timeout_s=timeout_s, replicas=replicas):
         if isinstance(each, TokaError):
             raise each
         responses.append(each)

@@ -8,6 +8,7 @@ from services.common.boundaries import undo_on_error_async
 from services.common.errors import TokaError
 from services.gateway.engine.each_scheduler import call_all, call_each, stream_to_each
 from services.gateway.engine.fleet import Fleet
+from services.gateway.engine.replica import Replica
 from services.gateway.rollout.lease import updating
 from tokasaurus.scheduler.v1 import control_pb2, observe_pb2
 
@@ -27,7 +28,7 @@ async def pause(fleet: Fleet, mode: PauseMode, *, recompute: bool = False) -> in
 
     Raises the error of a scheduler. The others are paused then: resume, or pause again.
     """
-    return sum(each.aborted_samples for each in await _pause(fleet, mode, recompute=recompute))
+    return sum(each.aborted_samples for each in await _pause(fleet, fleet.replicas, mode, recompute=recompute))
 
 
 async def resume(fleet: Fleet) -> None:
@@ -37,8 +38,13 @@ async def resume(fleet: Fleet) -> None:
 
 async def is_paused(fleet: Fleet) -> bool:
     """Return whether every scheduler is paused. Raises the error of a scheduler."""
+    return all(await _are_paused(fleet))
+
+
+async def _are_paused(fleet: Fleet) -> list[bool]:
+    """Return whether each scheduler is paused. Raises the error of a scheduler."""
     responses = await call_all(fleet, lambda stub: stub.GetLoad, observe_pb2.GetLoadRequest(), since=_SINCE)
-    return all(each.load.paused for each in responses)
+    return [each.load.paused for each in responses]
 
 
 async def abort(fleet: Fleet, request_ids: Sequence[str]) -> int:
@@ -62,7 +68,7 @@ async def reset_prefix_cache(fleet: Fleet) -> int:
 async def update_weights(fleet: Fleet, directory: str, version: str | None, mode: PauseMode) -> str:
     """Replace the weights of all schedulers' workers by those in ``directory``. Return their version.
 
-    All schedulers are paused at the same time for this, unless they are paused already. Raises the error of a
+    All schedulers that are not paused already are paused at the same time for this. Raises the error of a
     scheduler. If one cannot stage the weights, nothing has changed. Updates of ``fleet`` run one after the other.
     """
     staging = control_pb2.StageWeightsRequest(directory=directory, version=version)
@@ -101,10 +107,12 @@ async def read_weights(fleet: Fleet, *, checksums: bool) -> list[dict[str, Any]]
     return found
 
 
-async def _pause(fleet: Fleet, mode: PauseMode, **fields: Any) -> list[control_pb2.PauseResponse]:
-    """Pause all schedulers. ``fields`` are the other fields of ``PauseRequest``."""
+async def _pause(
+    fleet: Fleet, replicas: Sequence[Replica], mode: PauseMode, **fields: Any
+) -> list[control_pb2.PauseResponse]:
+    """Pause ``replicas``. ``fields`` are the other fields of ``PauseRequest``."""
     request = control_pb2.PauseRequest(mode=MODES[mode], **fields)
-    return await call_all(fleet, lambda stub: stub.Pause, request, since=_SINCE, timeout_s=None)
+    return await call_all(fleet, lambda stub: stub.Pause, request, since=_SINCE, timeout_s=None, replicas=replicas)
 
 
 async def commit_staged(
@@ -127,20 +135,21 @@ async def commit_staged(
 async def _commit(fleet: Fleet, ids: Sequence[str], mode: PauseMode) -> str:
     """Commit an update at each scheduler, ``ids`` in their order, while all are paused. Return its version."""
     async with undo_on_error_async(_discard, fleet, ids):
-        was_paused = await is_paused(fleet)
-        resuming = [control_pb2.ResumeRequest()] * len(ids)
+        were_paused = dict(zip(fleet.replicas, await _are_paused(fleet), strict=True))
+        running = [replica for replica, was_paused in were_paused.items() if not was_paused]
+        if mode == "abort":
+            aborting = control_pb2.AbortRequestsRequest()
+            paused = [replica for replica, was_paused in were_paused.items() if was_paused]
+            await call_all(fleet, lambda stub: stub.AbortRequests, aborting, since=_SINCE, replicas=paused)
+        resuming = [control_pb2.ResumeRequest()] * len(running)
         try:
-            if was_paused and mode == "abort":
-                await abort(fleet, [])
-            if not was_paused:
-                paused = await _pause(fleet, mode, limit_ns=_MOST_PAUSE_NS)
-                # Only the pauses of this update end with it.
-                resuming = [control_pb2.ResumeRequest(pause=each.pause) for each in paused]
+            pauses = await _pause(fleet, running, mode, limit_ns=_MOST_PAUSE_NS)
+            # Only the pauses of this update end with it.
+            resuming = [control_pb2.ResumeRequest(pause=each.pause) for each in pauses]
             committing = [control_pb2.CommitWeightsRequest(update_id=each) for each in ids]
             committed = await call_all(fleet, lambda stub: stub.CommitWeights, committing, since=_SINCE, timeout_s=None)
         finally:
-            if not was_paused:
-                await call_all(fleet, lambda stub: stub.Resume, resuming, since=_SINCE)
+            await call_all(fleet, lambda stub: stub.Resume, resuming, since=_SINCE, replicas=running)
     version: str = committed[0].weights.version
     return version
 

@@ -12,8 +12,9 @@ import pytest
 from services.common.errors import Unavailable
 from services.gateway.rollout import control
 from tests.fakes.model import FakeShape, continuation
-from tests.gateway.deployment import PATIENCE_S, eventually
+from tests.gateway.deployment import PATIENCE_S, eventually, eventually_async
 from tests.gateway.rollout.conftest import get, post, running, streamed
+from tests.gateway.rollout.schedulers import Schedulers
 from tokasaurus.scheduler.v1 import control_pb2 as c
 from tokasaurus.scheduler.v1 import observe_pb2 as o
 
@@ -151,6 +152,21 @@ async def test_an_update_ends_only_its_own_pauses_and_leaves_nothing_staged(erro
     assert ("Resume", c.ResumeRequest(pause=7)) in scheduler.calls
     assert [request.limit_ns > 0 for method, request in scheduler.calls if method == "Pause"] == [True]
     assert (("DiscardWeights", c.DiscardWeightsRequest(update_id="u")) in scheduler.calls) is (error is not None)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+async def test_an_update_leaves_the_pause_of_a_scheduler_beside_one_that_restarted(mode):
+    async with Schedulers.running() as schedulers:
+        [fleet] = schedulers.fleets
+        restarted = fleet.replicas[1]
+        before = restarted.scheduler_id
+        await control.pause(fleet, "keep")
+        await schedulers.stop(1)
+        await schedulers.start(1)
+        await eventually_async(lambda: restarted.scheduler_id != before and restarted.ready)
+        await control.update_weights(fleet, "/weights/1", None, mode)
+        assert schedulers.versions == ["/weights/1"] * 2
+        assert [schedulers.is_paused(index) for index in range(2)] == [True, False]
 
 
 def test_of_updates_at_the_same_time_one_succeeds_and_generation_continues(trained):
