@@ -191,7 +191,7 @@ class ActiveRequest:
 
     def scored_end(self, prompt_index: int) -> int:
         """Return the position after the last scored token of a prompt. An abort may leave a prompt without scores."""
-        return self._first_scored + _count_scored(self.prompt_scores[prompt_index])
+        return self._first_scored + sum(len(scores.logprobs) for scores in self.prompt_scores[prompt_index])
 
     def add_tokens(
         self, sample: ActiveSample, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None] | None
@@ -253,9 +253,9 @@ class ActiveRequest:
         """Apply ``discard_output`` and ``include_stop``, which are not sent to the scheduler."""
         settings = self.settings
         if settings.discard_output:
-            reason = "abort" if ending.reason == "abort" else "length"
-            ending = replace(ending, reason=reason, at_stop_token=False, trailing_bytes=0)
-            return replace(ending, completion_tokens=0, weights=())
+            if ending.reason != "abort":
+                ending = replace(ending, reason="length")
+            return replace(ending, at_stop_token=False, trailing_bytes=0, completion_tokens=0, weights=())
         if not settings.include_stop:
             return ending
         stop = b"" if ending.stop_string is None else settings.stop_strings[ending.stop_string].encode()
@@ -321,11 +321,11 @@ class ActiveRequest:
             if before is None or len(sample.earlier_ids) or len(before.earlier_ids) or before.index + 1 != sample.index:
                 runs.append([])
             runs[-1].append(sample)
-        scores, received = submission.scores, self.prompt_scores[lost[0].prompt_index]
-        if scores and _count_scored(received) >= len(prompt.prompt_ids) - self._first_scored:
+        scores, prompt_index = submission.scores, lost[0].prompt_index
+        if scores and self.scored_end(prompt_index) >= len(prompt.prompt_ids):
             scores = False
         elif scores:
-            received.clear()  # the next scheduler sends them again
+            self.prompt_scores[prompt_index].clear()  # the next scheduler sends them again
         requests = []
         for run in runs:
             first = run[0].index - run[0].prompt_index * prompt.settings.n
@@ -391,10 +391,6 @@ class ActiveRequest:
             self._wakeup = asyncio.get_running_loop().create_future()
             await self._wakeup
         self.check()
-
-
-def _count_scored(received: Sequence[PromptScores]) -> int:
-    return sum(len(scores.logprobs) for scores in received)
 
 
 def _add_failover_delay(ending: SampleEnding, sample: ActiveSample) -> SampleEnding:

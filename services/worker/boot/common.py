@@ -215,9 +215,8 @@ def device_facts(device: torch.device, group: RankGroup | None) -> Device:
         name, total, capability = "CPU", free, (0, 0)
     else:
         free, total = torch.cuda.mem_get_info(device)
-        properties = torch.cuda.get_device_properties(device)
-        name, processors = properties.name, properties.multi_processor_count
-        capability = (properties.major, properties.minor)
+        found = torch.cuda.get_device_properties(device)
+        name, processors, capability = found.name, found.multi_processor_count, (found.major, found.minor)
     if group is not None:
         free, total, processors = (group.least(each) for each in (free, total, processors))
         capability = divmod(group.least(100 * capability[0] + capability[1]), 100)
