@@ -26,13 +26,16 @@ class Trainer:
         device: str = "cpu",
         port: int = 0,
         joins: bool = True,
+        timeout: timedelta = TIMEOUT,
     ) -> None:
         """Begin to form the group, unless ``joins`` is false. ``port`` 0: any free one.
+
+        After ``timeout`` without a rank, the group has failed. ``close`` takes as long for a group that never forms.
 
         ``device`` is that of the tensors: with "cuda" the backend is nccl.
         """
         self.world_size, self.name, self.port = world_size, name, port or free_port()
-        self._device = device
+        self._device, self._timeout = device, timeout
         self._thread = ThreadPoolExecutor(1)
         self.joined: Future[None] = self._thread.submit(self._join if joins else lambda: None)
 
@@ -59,15 +62,15 @@ class Trainer:
     def _join(self) -> None:
         # Listens at once, and does not wait for the workers.
         self._store = dist.TCPStore(
-            HOST, self.port, self.world_size, is_master=True, timeout=TIMEOUT, wait_for_workers=False
+            HOST, self.port, self.world_size, is_master=True, timeout=self._timeout, wait_for_workers=False
         )
         prefix = "cuda/" if self._device == "cuda" else "cpu/"
         store = dist.PrefixStore(prefix, dist.PrefixStore(f"{self.name}/", dist.PrefixStore(self.name, self._store)))
         if self._device == "cuda":
-            self._group = dist.ProcessGroupNCCL(store, 0, self.world_size, timeout=TIMEOUT)
+            self._group = dist.ProcessGroupNCCL(store, 0, self.world_size, timeout=self._timeout)
         else:
             options = dist.ProcessGroupGloo._Options()  # noqa: SLF001
-            options._timeout = TIMEOUT  # noqa: SLF001
+            options._timeout = self._timeout  # noqa: SLF001
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]  # noqa: SLF001
             self._group = dist.ProcessGroupGloo(store, 0, self.world_size, options)
 

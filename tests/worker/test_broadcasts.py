@@ -287,7 +287,7 @@ async def test_a_group_that_does_not_form_in_time_is_unavailable(scheduler, trai
     call = scheduler.stub.JoinUpdateGroup(b.JoinUpdateGroupRequest(group=group(trainer, **timeout)))
     code, details = await status_of(call)  # nothing listens
     assert (code, "did not form" in details) == (CODE.UNAVAILABLE, True), details
-    trainer = Trainer(3, "g")
+    trainer = Trainer(3, "g", timeout=timedelta(seconds=5))
     trainers.append(trainer)
     call = scheduler.stub.JoinUpdateGroup(b.JoinUpdateGroupRequest(group=group(trainer, timeout_ns=2 * 10**9)))
     code, details = await status_of(call)  # a rank is missing
