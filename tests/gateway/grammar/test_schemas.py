@@ -6,8 +6,6 @@ from collections import Counter
 
 import httpx
 import pytest
-from jsonschema import Draft202012Validator
-from jsonschema.validators import validator_for
 
 from tests.gateway.deployment import PATIENCE_S
 from tests.gateway.grammar.schemas import by_hand, drawn, refused
@@ -44,6 +42,10 @@ def outcome(schema: dict, response: httpx.Response) -> str:
         return "refused" if named else f"not named: {error}"
     if response.status_code != 200:
         return f"broken: {response.text}"
+    # Importing it takes seconds, also in runs that leave this module out.
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import validator_for
+
     [choice] = response.json()["choices"]
     if choice["finish_reason"] == "length":
         return "cut"
