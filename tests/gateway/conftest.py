@@ -33,6 +33,14 @@ def model(deployment):
 
 
 @pytest.fixture(scope="package")
+def bare(tmp_path_factory):
+    """A deployment without a store."""
+    running = Deployment(tmp_path_factory.mktemp("bare"), gateway={"store_url": "none"}).wait_ready()
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="package")
 def qwen(tmp_path_factory):
     """A parrot that thinks and calls tools as Qwen3 does."""
     running = start_parrot(tmp_path_factory.mktemp("qwen"), QWEN)

@@ -205,12 +205,8 @@ def test_only_a_streamed_background_response_is_followed(slow, made, query, para
     assert error_of(answer, 400)["param"] == param
 
 
-def test_without_a_store_there_is_no_background(tmp_path):
-    running = Deployment(tmp_path, gateway={"store_url": "none"}).wait_ready()
-    try:
-        assert "store_url=none" in error_of(respond(running, background=True), 400)["message"]
-    finally:
-        running.stop()
+def test_without_a_store_there_is_no_background(bare):
+    assert "store_url=none" in error_of(respond(bare, background=True), 400)["message"]
 
 
 @contextmanager
@@ -268,6 +264,7 @@ def test_a_background_response_that_outlasts_its_gateways_drain_fails(tmp_path):
         assert "send the request again" in failed.error.message
 
 
+@pytest.mark.slow
 def test_a_background_response_whose_scheduler_is_lost_fails(tmp_path):
     running = Deployment(tmp_path, worker={"step_ms": 15}, gateway={"failover_seconds": 0}).wait_ready()
     try:

@@ -11,7 +11,6 @@ from services.gateway.store.chats import ChatFilter, Chats
 from services.gateway.store.database import Store
 from tests.gateway.batch.conftest import store_url as store_url
 from tests.gateway.batch.requests import CHAT, begin, ended, line, results
-from tests.gateway.deployment import Deployment
 from tests.gateway.test_errors import error_of
 from tests.gateway.test_responses import client as client
 from tests.gateway.test_responses import name as name
@@ -136,14 +135,10 @@ def test_lines_of_a_batch_and_of_a_list_may_ask_to_be_stored(deployment, sdk):
     assert {each["id"] for each in answers} == {each.id for each in sdk.chat.completions.list(metadata=label)}
 
 
-def test_without_a_store_a_chat_completion_that_is_to_be_stored_is_refused(tmp_path):
-    running = Deployment(tmp_path, gateway={"store_url": "none"}).wait_ready()
-    try:
-        error = error_of(running.chat(store=True, max_tokens=2), 400)
-        assert (error["param"], "store_url=none" in error["message"]) == ("store", True)
-        assert running.chat(store=False, max_tokens=2).status_code == 200
-    finally:
-        running.stop()
+def test_without_a_store_a_chat_completion_that_is_to_be_stored_is_refused(bare):
+    error = error_of(bare.chat(store=True, max_tokens=2), 400)
+    assert (error["param"], "store_url=none" in error["message"]) == ("store", True)
+    assert bare.chat(store=False, max_tokens=2).status_code == 200
 
 
 def test_metadata_that_the_store_cannot_keep_is_named(qwen):

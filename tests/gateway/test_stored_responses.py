@@ -21,14 +21,6 @@ from tests.gateway.test_responses import name as name
 from tests.gateway.test_tools import CALL, THOUGHT
 
 
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory):
-    """A deployment without a store."""
-    running = Deployment(tmp_path_factory.mktemp("bare"), gateway={"store_url": "none"}).wait_ready()
-    yield running
-    running.stop()
-
-
 def test_a_response_is_told_again_until_it_is_deleted(client, name):
     made = client.responses.create(model=name, input="Yes, we can.", metadata={"a": "b"})
     assert made.store is True
@@ -136,6 +128,7 @@ def test_without_a_store_responses_say_that_they_are_not_kept(bare):
             client.responses.retrieve("resp_1")
 
 
+@pytest.mark.slow
 def test_a_store_that_breaks_fails_no_answer(tmp_path):
     running = Deployment(tmp_path).wait_ready()
     try:
@@ -267,6 +260,7 @@ def test_lines_of_a_batch_are_kept_by_the_batch(qwen, client, name, tmp_path):
     assert qwen.status(f"/v1/responses/{told[1]['id']}") == 404
 
 
+@pytest.mark.slow
 def test_gateways_with_one_store_know_each_others_responses(qwen, client, name, tmp_path):
     port = free_port()
     other = Process(

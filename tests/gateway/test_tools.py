@@ -238,6 +238,7 @@ def test_tokens_of_thoughts_are_counted(qwen, tokenizer):
     }
 
 
+@pytest.mark.slow
 def test_without_a_parser_all_is_text(tmp_path):
     running = start_parrot(tmp_path, QWEN, tool_call_parser="none", reasoning_parser="none")
     try:
@@ -293,11 +294,15 @@ def test_channels_are_read_as_the_template_or_the_flag_has_them(tmp_path, flag):
     assert formats.channels == formats.has_reasoning == (flag != "none")
 
 
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory):
+    """A parrot that writes in the channels of gpt-oss."""
+    running = start_parrot(tmp_path_factory.mktemp("gpt_oss"), GPT_OSS)
+    yield running
+    running.stop()
+
+
 @pytest.mark.parametrize("ask", [first, streamed])
-def test_the_analysis_of_gpt_oss_is_reasoning(tmp_path, ask):
-    running = start_parrot(tmp_path, GPT_OSS)
-    try:
-        choice = ask(running, CHANNELS)
-    finally:
-        running.stop()
+def test_the_analysis_of_gpt_oss_is_reasoning(gpt_oss, ask):
+    choice = ask(gpt_oss, CHANNELS)
     assert (choice.message.reasoning_content, choice.message.content) == ("Is it cold?", "It is.")
