@@ -10,7 +10,7 @@ from tests.gateway.deployment import PATIENCE_S, eventually
 from tests.gateway.replicas import Replicas
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def trained(tmp_path_factory):
     replicas = Replicas(tmp_path_factory.mktemp("trained"), 2, worker={"step_ms": 20})
     try:
