@@ -1,5 +1,7 @@
 """The fast backend gives what plain torch gives."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from services.worker.attention.factory import make_attention
 from services.worker.attention.fast_cpu import LONG_ROW, FastCpuAttention
 from services.worker.attention.kv_cache import KvCache
 from services.worker.attention.plain import PlainAttention
+from tests.quick import quick_if
 
 ROWS = {
     "decode": [(1, 1), (16, 1), (17, 1), (100, 1), (33, 1)],  # (context, tokens of the row)
@@ -17,6 +20,14 @@ ROWS = {
     "long prefill": [(LONG_ROW, LONG_ROW), (200, 3 * LONG_ROW), (300, 3 * LONG_ROW)],
     "mixed": [(64, 1), (150, 100), (9, 9), (1, 1), (130, 60)],
 }
+SIZES = [(6, 2, 64), (4, 4, 16), (8, 1, 128), (4, 2, 48), (7, 1, 24), (2, 2, 6), (3, 1, 1), (2, 1, 512)]
+KERNELS = [(dtype, page, *sizes) for dtype, page, sizes in product([torch.float32, torch.bfloat16], [1, 16], SIZES)]
+
+
+def is_quick(dtype: torch.dtype, page_size: int, heads: int, kv_heads: int, head_dim: int) -> bool:
+    """Return whether ``make test`` compiles these kernels: each dtype, page size and number of lanes once or twice."""
+    page = {(torch.float32, 48): 16, (torch.float32, 24): 1, (torch.bfloat16, 6): 1, (torch.bfloat16, 1): 16}
+    return page_size == page.get((dtype, head_dim))
 
 
 def filled_cache(pages: int, page_size: int, kv_heads: int, head_dim: int, dtype=torch.float32) -> KvCache:
@@ -43,12 +54,7 @@ def batch_of(rows: list[tuple[int, int]], page_size: int) -> AttentionBatch:
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"),
-    [(6, 2, 64), (4, 4, 16), (8, 1, 128), (4, 2, 48), (7, 1, 24), (2, 2, 6), (3, 1, 1), (2, 1, 512)],
-)
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "page_size", "heads", "kv_heads", "head_dim"), quick_if(is_quick, KERNELS), ids=str)
 def test_fast_and_plain_attention_agree(dtype, rows, heads, kv_heads, head_dim, page_size):
     compare_fast_and_plain(rows, heads, kv_heads, head_dim, page_size, dtype=dtype)
 
@@ -169,7 +175,7 @@ def test_what_is_behind_a_context_is_not_read(context, head_dim):
     assert run(0, queries, keys, values).equal(expected)
 
 
-@pytest.mark.parametrize("head_dim", [64, 24, 4])
+@pytest.mark.parametrize("head_dim", quick_if(lambda head_dim: head_dim == 24, [64, 24, 4]))
 def test_the_score_of_a_token_does_not_depend_on_the_scores_that_are_computed_with_it(head_dim):
     """The first page of 17 tokens is scored at once in a page of 16 tokens, and token by token in pages of one."""
     outputs = []

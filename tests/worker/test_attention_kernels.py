@@ -6,6 +6,7 @@ import torch
 
 from services.worker.attention.base import LayerAttention
 from services.worker.layers.fp8 import FP8
+from tests.quick import quick_if
 from tests.worker.attention_case import TOLERANCE, Case, put
 from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
 
@@ -52,7 +53,7 @@ FP8_CACHE, HALF, SINGLE = {"dtype": torch.float16, "cached": FP8}, {"dtype": tor
 
 
 @pytest.mark.parametrize("kind", [FP8_CACHE, SINGLE], ids=["fp8", "fp32"])
-@pytest.mark.parametrize("splits", [2, 3, 32])
+@pytest.mark.parametrize("splits", [2, 3, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("groups", [(), ((0, 2, 2),)], ids=["alone", "with prefix"])
 def test_programs_that_share_a_row_agree_with_one(splits, groups, kind):
     case = Case([260, 65, 3, 100], groups=groups, padding=1, **kind)
@@ -154,8 +155,13 @@ def test_groups_larger_than_a_tile():
     Case([33] * 20 + [90], groups=((0, 20, 2),), heads=8, kv_heads=1).check()
 
 
-@pytest.mark.parametrize("page", [1, 16, 64])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("page", "heads", "kv_heads"),
+    quick_if(
+        lambda page, heads, kv_heads: (page, heads) in {(1, 3), (16, 4), (64, 2)},
+        [(page, *sizes) for page in (1, 16, 64) for sizes in ((4, 2), (3, 1), (2, 2))],
+    ),
+)
 def test_chunks_are_causal(page, heads, kv_heads):
     chunks = [(16, 16), (17, 2), (70, 37), (33, 33), (32, 15), (100, 2)]
     Case([], chunks, heads=heads, kv_heads=kv_heads, page=page).check()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from services.worker.layers.fp8 import FP8
+from tests.quick import quick_if
 from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
 from tests.worker.test_attention_kernels import MANY, Case, bf16_dots, decode_with
 from tests.worker.test_few_attention import FewCase, options
@@ -48,8 +49,8 @@ def test_rows_of_a_group_count_their_sinks_once(rules, groups, splits):
     Case([65, 66, 80, 70, 64], groups=groups, heads=6, **rules).check(splits=splits)
 
 
-@each_rule
-@pytest.mark.parametrize("page", [pytest.param(1, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize("rules", quick_if(lambda rules: rules.keys() & {"window", "rope"}, RULES.values()), ids=RULES)
+@pytest.mark.parametrize("page", quick_if(lambda page: page == 16, [1, 16]))
 def test_chunks(rules, page):
     chunks = [(16, 16), (17, 2), (70, 37), (33, 33), (32, 15), (100, 2)]
     Case([], chunks, heads=6, page=page, **rules).check()
@@ -69,7 +70,7 @@ def test_tiles_of_many_pages(monkeypatch, rules):
 
 @few_rules
 @pytest.mark.usefixtures("bf16_dots")
-@pytest.mark.parametrize("cached", [None, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("cached", quick_if(lambda cached: cached is not None, [None, FP8]), ids=["bf16", "fp8"])
 def test_a_step_with_everything(rules, cached):
     case = Case(
         [50, 40, 1, 70, 65], [(64, 10), (31, 31)], ((0, 2, 1), (3, 2, 3)), cached=cached, padding=2, norm=True,

@@ -1,11 +1,12 @@
 """Values that a worker chooses for flags that are ``auto``, for given devices."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.model import SHAPES
@@ -25,6 +26,8 @@ from services.worker.described.config import ModelConfig
 from services.worker.described.memory import BFLOAT16, footprint, weight_bytes
 from services.worker.described.ranks import Ranks
 from services.worker.described.registry import read_model_config
+from tests.properties import examples
+from tests.quick import quick_if
 
 GIB = 2**30
 CONTEXT = 131072
@@ -86,8 +89,11 @@ def test_piecewise_cuda_graphs_serve_the_steps_that_the_host_would_launch_too_sl
     assert choices(cpu(20))[0].piecewise_tokens == 0
 
 
-@pytest.mark.parametrize("shape", MODELS)
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize(
+    ("tp_size", "shape"),
+    quick_if(lambda tp_size, shape: tp_size == 2 or shape == "llama-8b", itertools.product([1, 2], MODELS)),
+)
+@settings(max_examples=examples(100, share=10))
 @given(free=st.floats(1, 190), used=st.floats(0, 100), processors=st.integers(8, 160), older=st.booleans())
 def test_on_any_gpu_steps_and_graphs_take_a_quarter_of_what_weights_leave(
     shape, tp_size, free, used, processors, older

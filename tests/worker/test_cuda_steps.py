@@ -107,8 +107,7 @@ PROMPTS = [[5, 6, 7], list(range(8, 19)), [70] * PAGE, [9]]
     ("graphs", "pieces", "kept"),
     [
         (0, 0, 0),
-        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(8, 0, 0), (8, 16, 96), (8, 96, 96)]),
-        (8, 96, 8),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(8, 0, 0), (8, 16, 96), (8, 96, 96), (8, 96, 8)]),
     ],
 )
 @pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.slow), 3])
@@ -127,6 +126,7 @@ def test_the_same_tokens_as_on_the_cpu(plain, cuda, graphs, pieces, kept, chunk,
             assert driver.logprobs[slot] == pytest.approx(values, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_model_is_called_with_tensors_of_one_kind_however_steps_are_launched(cuda, monkeypatch):
     """Inference tensors, and of those which are there for some tokens only, none at the begin of its memory: compilers
     make a model anew for another kind."""
@@ -175,7 +175,7 @@ def test_a_cache_of_fp8_is_refused_on_a_device_that_does_not_convert_it(monkeypa
     refuse_unsupported(flags, model)
 
 
-@pytest.mark.parametrize("pieces", [0, 96])
+@pytest.mark.parametrize("pieces", [0, pytest.param(96, marks=pytest.mark.slow)])
 def test_every_setting_at_once_in_one_batch(plain, cuda, pieces):
     rows = [
         {},
@@ -206,7 +206,10 @@ def test_every_setting_at_once_in_one_batch(plain, cuda, pieces):
         np.testing.assert_allclose(found.top.logprobs, expected.top.logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize(("largest", "pieces", "apart"), [(0, 0, 0), (20, 0, 0), (8, 32, 0), (20, 32, 1)])
+@pytest.mark.parametrize(
+    ("largest", "pieces", "apart"),
+    [(0, 0, 0), (20, 0, 0), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(8, 32, 0), (20, 32, 1)])],
+)
 def test_groups_change_nothing(plain, cuda, largest, pieces, apart, monkeypatch):
     """``apart``: graphs cannot have prefixes, and pieces take the steps that do."""
     from services.worker.attention.cuda import CudaAttention

@@ -13,6 +13,7 @@ from services.worker.layers.block_fp8 import BLOCK, expand_blocks, quantize_bloc
 from services.worker.layers.experts import ExpertWeights
 from services.worker.layers.fp8 import quantize_rows
 from services.worker.layers.grouped import GroupedLinear, GroupedRows
+from tests.quick import quick_if
 from tests.worker.interpreter import DEVICE, INTERPRETED, needs_triton
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("triton_ready")]
@@ -192,7 +193,7 @@ def dequantized(rows: torch.Tensor, block: int | None) -> torch.Tensor:
     return values.float() * (scale if block is None else scale.repeat_interleave(block, dim=1)[:, : rows.shape[1]])
 
 
-@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("biases", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("tokens", [3, 60])
 def test_a_mixture_in_fp8(tokens, biases):
     case = Case(tokens, biases=biases, hidden=64, width=48, dtype=HALF, held=range(1, 5))
@@ -225,8 +226,10 @@ def in_groups(
 
 
 @pytest.mark.parametrize(("bits", "group", "hidden", "width"), GROUPED)
-@pytest.mark.parametrize("offsets", [False, True])
-@pytest.mark.parametrize("tokens", [3, 60])
+@pytest.mark.parametrize(
+    ("offsets", "tokens"),
+    quick_if(lambda offsets, tokens: offsets == (tokens == 60), itertools.product([False, True], [3, 60])),
+)
 def test_a_mixture_of_integers(tokens, offsets, bits, group, hidden, width):
     """Three tokens are streamed, and sixty are sorted."""
     case = Case(tokens, biases=offsets, hidden=hidden, width=width, dtype=HALF, held=range(1, 5))
@@ -235,7 +238,7 @@ def test_a_mixture_of_integers(tokens, offsets, bits, group, hidden, width):
 
 
 @pytest.mark.parametrize(("hidden", "width"), [(64, 96), (192, 64)])
-@pytest.mark.parametrize("tokens", [3, 60, 200])
+@pytest.mark.parametrize("tokens", [3, 60, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_mixture_in_mxfp4(tokens, hidden, width):
     """All 16 values occur."""
     case = Case(tokens, biases=True, hidden=hidden, width=width, dtype=HALF, held=range(1, 5))
@@ -246,7 +249,7 @@ def test_a_mixture_in_mxfp4(tokens, hidden, width):
 
 
 @pytest.mark.parametrize("offsets", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", quick_if({"silu", "clamped_swiglu"}.__contains__, ACTIVATIONS))
 def test_integers_with_blocks_of_every_size(activation, offsets):
     """With many rows, weights are scaled instead of sums. Some blocks have rows without a pair."""
     from services.worker.layers.expert_tiles import changes

@@ -80,7 +80,8 @@ def on_cuda(directory, graphs: int, pieces: int) -> Driver:
     indirect=True,
 )
 @pytest.mark.parametrize(("graphs", "pieces"), [(0, 0), pytest.param(8, 32, marks=pytest.mark.slow)])
-def test_tokens_are_those_of_the_runner_for_cpus(directory, graphs, pieces, monkeypatch):
+@pytest.mark.parametrize("count", [4, pytest.param(TOKENS, marks=pytest.mark.slow)])
+def test_tokens_are_those_of_the_runner_for_cpus(directory, count, graphs, pieces, monkeypatch):
     """In float32, from a prompt in chunks, a short one beside it, and a cached prefix."""
     from services.worker.attention.cuda import CudaAttention
 
@@ -89,10 +90,10 @@ def test_tokens_are_those_of_the_runner_for_cpus(directory, graphs, pieces, monk
     flags = FLAGS.model_dump(include={"page_size", "kv_cache_num_tokens", "max_tokens_per_forward"})
     plain = Driver(boot(WorkerConfig(model=str(directory), device="cpu", max_seqs_per_forward=16, **flags)).runner)
     prompts = [prompt_of(27), prompt_of(3, 1)]
-    expected = plain.generate(prompts, TOKENS, chunk=11)
+    expected = plain.generate(prompts, count, chunk=11)
     driver = on_cuda(directory, graphs, pieces)
-    assert driver.generate(prompts, TOKENS, chunk=11) == expected
+    assert driver.generate(prompts, count, chunk=11) == expected
     driver.run(admissions=(admission(2, prompts[0], [0, 1, 2, 40, 41], cached_tokens=24),), batch=batch([2], [3]))
-    while len(driver.tokens[2]) < TOKENS:
+    while len(driver.tokens[2]) < count:
         driver.run(batch=batch([2], [1]))
     assert driver.tokens[2] == expected[0]

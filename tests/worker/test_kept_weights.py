@@ -32,6 +32,7 @@ from services.worker.models import staging, weights
 from services.worker.models.decoder import DecoderModel
 from tests import quantized_files as files
 from tests.quantized_files import compressed
+from tests.quick import quick_if
 from tests.worker.parallel.test_loading import grid
 from tests.worker.small_models import CPU, one_sequence
 from tests.worker.test_quantized_checkpoints import (
@@ -174,7 +175,9 @@ def is_quantized(model: DecoderModel, name: str) -> bool:
     return hasattr(getattr(target, "target", target), "keeps")
 
 
-@pytest.mark.parametrize("ranks", [*grid(2, 1), *grid(1, 2), Ranks()], ids=str)
+@pytest.mark.parametrize(
+    "ranks", quick_if(lambda ranks: ranks.tp_rank or ranks.pp_rank, [*grid(2, 1), *grid(1, 2), Ranks()]), ids=str
+)
 @pytest.mark.parametrize("name", CASES)
 def test_weights_keep_exactly_the_values_of_the_checkpoint(name, ranks, directories):
     """The parts of a fused projection have different scales. Shares of inputs in act-order are converted."""

@@ -105,14 +105,14 @@ EXPERTS = CONFIG | {
     ("graphs", "pieces", "described", "dtype", "linear"),
     [
         (0, 0, CONFIG, torch.float32, Linear),
-        (LARGEST_GRAPH, 0, CONFIG, torch.float32, Linear),
+        pytest.param(LARGEST_GRAPH, 0, CONFIG, torch.float32, Linear, marks=pytest.mark.slow),
         (LARGEST_GRAPH, 1024, CONFIG, torch.float32, Linear),
         pytest.param(0, 0, CONFIG, torch.bfloat16, Linear, marks=pytest.mark.slow),
         pytest.param(LARGEST_GRAPH, 1024, CONFIG, torch.bfloat16, Linear, marks=pytest.mark.slow),
         (0, 0, EXPERTS, torch.bfloat16, Linear),
-        (LARGEST_GRAPH, 1024, EXPERTS, torch.bfloat16, Linear),
+        pytest.param(LARGEST_GRAPH, 1024, EXPERTS, torch.bfloat16, Linear, marks=pytest.mark.slow),
         pytest.param(0, 0, EXPERTS, torch.float32, Linear, marks=pytest.mark.slow),
-        (0, 0, EXPERTS, torch.bfloat16, partial(GroupedLinear, bits=4)),
+        pytest.param(0, 0, EXPERTS, torch.bfloat16, partial(GroupedLinear, bits=4), marks=pytest.mark.slow),
     ],
     ids=[
         "eager",

@@ -61,6 +61,7 @@ def test_with_a_backend_that_plans_on_the_host_they_are_pieces(plain, cuda, laun
     assert launched == [(16, False)] * 3
 
 
+@pytest.mark.slow
 def test_steps_with_groups_and_with_long_contexts_are_pieces(plain, cuda, launched, monkeypatch):
     from services.worker.attention.cuda import CudaAttention
 
@@ -73,6 +74,7 @@ def test_steps_with_groups_and_with_long_contexts_are_pieces(plain, cuda, launch
     assert [mixed for _, mixed in launched] == [True, False, False]
 
 
+@pytest.mark.slow
 def test_a_step_with_more_tiles_than_the_graph_is_pieces(plain, cuda, launched, monkeypatch):
     from services.worker.attention import mixed
 
@@ -82,6 +84,7 @@ def test_a_step_with_more_tiles_than_the_graph_is_pieces(plain, cuda, launched, 
     assert launched == [(16, True), (16, False), (16, False)]
 
 
+@pytest.mark.slow
 def test_several_programs_for_a_decode_row_leave_the_rows_of_chunks(plain, cuda, launched, monkeypatch):
     from services.worker.attention import cuda as attention
 

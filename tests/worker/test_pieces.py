@@ -93,7 +93,10 @@ def test_attentions_are_launched_between_the_graphs(device):
 
 @pytest.mark.parametrize(
     ("fails_at", "broken", "message", "of_memory"),
-    [(2, None, "CUDA error: out of memory", True), (None, 1, "must be contiguous", False)],
+    [
+        (2, None, "CUDA error: out of memory", True),
+        pytest.param(None, 1, "must be contiguous", False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_capture_that_fails_says_why_and_leaves_no_graph(device, fails_at, broken, message, of_memory):
     """Connections to other ranks would wait for graphs that never end."""

@@ -11,6 +11,7 @@ from services.worker.layers.panels import PanelLinear
 from services.worker.sampling.draw import draw
 from services.worker.sampling.plain_cpu import PlainHead
 from services.worker.step.noise import NOISE_BLOCK, row_keys, scales_of
+from tests.quick import quick_if
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.test_panels import random
 from tests.worker.test_quantization import fill
@@ -24,7 +25,7 @@ HEADS = {
 }
 
 
-@pytest.fixture(scope="module", params=HEADS)
+@pytest.fixture(scope="module", params=quick_if(lambda kind: kind != "int4", HEADS))
 def head(request):
     return fill(HEADS[request.param](), random(VOCAB, HIDDEN), None)
 

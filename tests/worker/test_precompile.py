@@ -158,7 +158,8 @@ def test_every_kernel_fits_into_the_shared_memory_of_earlier_gpus(checkpoint, tm
 @pytest.mark.parametrize(
     ("flags", "gpu", "absent"),
     [
-        ({"tp_size": 2}, GPU, "norm_rows"),  # of the decoder for few rows on one rank
+        # Without the decoder for few rows, which needs one rank.
+        pytest.param({"tp_size": 2}, GPU, "norm_rows", marks=pytest.mark.slow),
         pytest.param({"kv_cache_dtype": "fp8"}, GPU, None, marks=pytest.mark.slow),
         pytest.param({}, GPU._replace(flashinfer=True), None, marks=pytest.mark.slow),
         pytest.param({"use_cudagraphs": False}, GPU, "_append_and_gather_inputs", marks=pytest.mark.slow),
@@ -171,6 +172,7 @@ def test_every_kind_of_start_can_be_rehearsed_without_a_device(checkpoint, tmp_p
     assert absent not in kernels
 
 
+@pytest.mark.slow
 @needs_triton
 def test_weights_in_act_order_are_multiplied_by_kernels_that_take_permuted_rows(checkpoint, tmp_path):
     """The decoder for few rows does not permute rows."""

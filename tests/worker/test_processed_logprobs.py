@@ -13,6 +13,7 @@ from transformers import (
 )
 
 from services.worker.step.output import Sampled
+from tests.quick import quick_if
 from tests.worker.interpreter import needs_triton
 from tests.worker.test_generation import prompt_of
 from tests.worker.test_masked_sampling import allow, allowed_tokens
@@ -90,7 +91,11 @@ def test_they_are_the_processed_scores_of_transformers(run, sampling):
         assert [float(expected[0, each]) for each in top_ids] == pytest.approx(drawable, abs=1e-5)
 
 
-@pytest.mark.parametrize("sampling", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(
+    "sampling",
+    quick_if(lambda sampling: sampling in ({}, {"min_p": 0.05}, {"top_k": 3}), KINDS.values()),
+    ids=KINDS,
+)
 @pytest.mark.parametrize("vocab", [90, pytest.param(VOCAB, marks=pytest.mark.slow)])
 def test_rows_of_either_mode_stand_beside_each_other(vocab, sampling):
     """And rows that ask for none; and the tokens are those that are drawn without log-probabilities."""

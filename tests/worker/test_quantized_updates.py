@@ -33,7 +33,7 @@ def models(checkpoint, tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("kind", ["gptq", "fp8", "mxfp4"])
+@pytest.mark.parametrize("kind", [pytest.param("gptq", marks=pytest.mark.slow), "fp8", "mxfp4"])
 def test_a_quantized_model_takes_weights_that_are_not(models, kind):
     directory, _, new = models[kind]
     running, fresh = (boot(WorkerConfig(model=str(each), **FLAGS)) for each in (directory, new))

@@ -20,6 +20,7 @@ from services.worker.layers.factory import make_kernels, make_linear
 from services.worker.models import reading, weights
 from services.worker.models.decoder import DecoderModel
 from tests.checkpoints import ARCHITECTURES
+from tests.quick import quick_if
 from tests.worker.small_models import small_config
 
 CPU = torch.device("cpu")
@@ -52,9 +53,12 @@ def read(described, models, name: str, rows: int) -> np.ndarray:
     return whole
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(
     "sizes", [{}, {"tp_size": 2, "pp_size": 2}, {"laid_out_for": "cuda"}], ids=["alone", "ranks", "cuda"]
+)
+@pytest.mark.parametrize(
+    "architecture",
+    quick_if(lambda architecture: architecture in {"gpt_oss", "llama", "phi3", "qwen2", "smollm3"}, ARCHITECTURES),
 )
 def test_tensors_are_those_of_the_checkpoint(checkpoint, architecture, sizes):
     directory = checkpoint(architecture)

@@ -50,7 +50,9 @@ def test_experts_of_prompt_and_answer_are_those_of_transformers(length, driver, 
     np.testing.assert_array_equal(received.of(0), expected_experts(reference(directory), tokens))
 
 
-@pytest.mark.parametrize("flags", [{}, {"torch_compile": True}], ids=["plain", "compiled"])
+@pytest.mark.parametrize(
+    "flags", [{}, pytest.param({"torch_compile": True}, marks=pytest.mark.slow)], ids=["plain", "compiled"]
+)
 def test_a_prompt_in_chunks_beside_rows_that_ask_and_rows_that_do_not(
     flags, runner_for, directory, reference, received
 ):

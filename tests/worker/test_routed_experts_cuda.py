@@ -85,7 +85,11 @@ def follow(driver: Driver) -> list[np.ndarray]:
     return found + [received.of(slot, start) for slot, start in ((0, 0), (2, 0), (3, 0), (4, 5))]
 
 
-@pytest.mark.parametrize(("graphs", "pieces"), [(0, 0), (8, 0), (8, 32)], ids=["eager", "graphs", "pieces"])
+@pytest.mark.parametrize(
+    ("graphs", "pieces"),
+    [(0, 0), (8, 0), pytest.param(8, 32, marks=pytest.mark.slow)],
+    ids=["eager", "graphs", "pieces"],
+)
 def test_the_gpus_runner_returns_the_experts_of_the_cpus_runner(graphs, pieces):
     for expected, found in zip(follow(on_cpu()), follow(on_gpu(graphs, pieces)), strict=True):
         np.testing.assert_array_equal(found, expected)

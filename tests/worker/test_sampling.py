@@ -12,6 +12,7 @@ from services.worker.sampling.draw import draw
 from services.worker.sampling.sampler import sample
 from services.worker.step.noise import NOISE_BLOCK, block_gumbel, gumbel, row_keys
 from services.worker.step.slots import SlotTable
+from tests.quick import quick_if
 from tests.worker.driver import admission
 
 VOCAB = 12
@@ -50,7 +51,7 @@ def chi_square_excess(observed: np.ndarray, probabilities: torch.Tensor) -> floa
     return (statistic - freedom) / (2 * freedom) ** 0.5
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", quick_if(lambda temperature: temperature == 0.5, [0.5, 1.0, 2.0]))
 def test_tokens_follow_the_softmax(temperature):
     counts = np.bincount(draws(40_000, temperature=temperature), minlength=VOCAB)
     assert chi_square_excess(counts, (LOGITS / temperature).softmax(-1)) < 4
@@ -216,7 +217,7 @@ def test_truncation_leaves_the_distribution_that_is_meant(sampling):
         assert chi_square_excess(counts, expected) < 4
 
 
-@pytest.mark.parametrize("flatness", [0.1, 1.0, 6.0])
+@pytest.mark.parametrize("flatness", quick_if(lambda flatness: flatness == 1.0, [0.1, 1.0, 6.0]))
 def test_a_large_vocabulary_is_cut_where_a_full_sort_would_cut_it(flatness):
     logits = flatness * torch.randn(20, 3000, generator=torch.Generator().manual_seed(0))
     for sampling in ({"top_p": 0.9}, {"top_k": 500}, {"top_k": 100, "top_p": 0.5}, {"top_p": 0.3, "min_p": 0.01}):

@@ -10,6 +10,7 @@ from services.worker.sampling.sampler import sample
 from services.worker.step.noise import gumbel, row_keys
 from services.worker.step.output import Sampled
 from services.worker.step.slots import SlotTable
+from tests.quick import quick_if
 from tests.worker.driver import admission
 from tests.worker.interpreter import DEVICE, needs_triton
 
@@ -180,7 +181,7 @@ def test_blocks_are_summarised_alike_however_programs_share_them(monkeypatch, pe
     assert_same(case.fused(), expected)
 
 
-@pytest.mark.parametrize("spread", [0.3, 4.0])
+@pytest.mark.parametrize("spread", [pytest.param(0.3, marks=pytest.mark.slow), 4.0])
 @pytest.mark.parametrize("sampling", TRUNCATIONS.values(), ids=TRUNCATIONS)
 def test_truncation_leaves_the_same_tokens(sampling, spread):
     rows = [*hot(7, **sampling), {}, {"temperature": 1.0}, {"top_k": 3}]
@@ -189,7 +190,9 @@ def test_truncation_leaves_the_same_tokens(sampling, spread):
 
 
 @pytest.mark.parametrize("sampling", TRUNCATIONS.values(), ids=TRUNCATIONS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", quick_if(lambda dtype: dtype == torch.bfloat16, [torch.bfloat16, torch.float16, torch.float32])
+)
 def test_thresholds_are_those_of_a_sort(sampling, dtype):
     from services.worker.sampling.fused import EMPTY_BITS
     from services.worker.sampling.triton_blocks import summarise

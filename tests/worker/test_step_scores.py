@@ -116,7 +116,7 @@ def run_history(driver: Driver) -> list:
 @needs_triton
 @pytest.mark.usefixtures("triton_ready", "device_without_streams")
 @pytest.mark.parametrize("elements", [1, pytest.param(16 * 1024 * 1024, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("graphs", [0, 8])
+@pytest.mark.parametrize("graphs", [0, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_same_scores_as_on_the_cpu(plain, cuda, graphs, elements, monkeypatch):
     from services.worker.sampling import fused
 

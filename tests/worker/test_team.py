@@ -18,6 +18,7 @@ from services.worker.layers.panels import PanelLinear
 from services.worker.layers.products_cpu import make_product, make_team_product
 from services.worker.layers.team_cpu import claim, finish, new_counters, run_in_team, wait
 from services.worker.runner.shards import ShardThreads
+from tests.quick import quick_if
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.test_panels import random
 from tests.worker.test_quantization import fill
@@ -72,7 +73,7 @@ LINEARS = {
 }
 
 
-@pytest.mark.parametrize("kind", LINEARS)
+@pytest.mark.parametrize("kind", quick_if(lambda kind: kind == "bfloat16", LINEARS))
 def test_a_product_of_a_team_is_that_of_one_thread(kind):
     linear = fill(LINEARS[kind](), random(200, 64), None)
     storage, (weight, scale) = storage_of(linear), addresses(linear)

@@ -135,6 +135,7 @@ def test_an_answer_goes_on_behind_the_end_of_its_thoughts(plain, cuda, graphs):
     assert think(driver, budget(free.index(by_itself) + 1, by_itself)) == free
 
 
+@pytest.mark.slow
 def test_the_same_answers_however_steps_are_launched(plain, cuda):
     expected = think(plain, budget(9, 3, begin_token_id=4), logprobs=True)
     for graphs in (0, 8):

@@ -171,7 +171,7 @@ def test_the_kernel_gives_what_that_of_triton_gives(monkeypatch, programs, kind,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cached", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_a_step_continues_from_wide_prefixes(monkeypatch, head_dim, cached):
     from services.worker.attention import triton_prefixes
 

@@ -28,6 +28,7 @@ def config(request) -> dict:
     return CONFIG | request.param
 
 
+@pytest.mark.slow
 def test_the_same_tokens_as_on_the_cpu(plain, cuda):
     expected = plain.generate(PROMPTS, 6, chunk=3, logprobs=True)
     driver = cuda(8, pieces=96)
@@ -37,7 +38,7 @@ def test_the_same_tokens_as_on_the_cpu(plain, cuda):
         assert driver.logprobs[slot] == pytest.approx(values, abs=1e-4)
 
 
-@pytest.mark.parametrize(("largest", "pieces"), [(0, 0), (20, 32)])
+@pytest.mark.parametrize(("largest", "pieces"), [(0, 0), pytest.param(20, 32, marks=pytest.mark.slow)])
 def test_groups_change_nothing_and_are_refused_if_every_layer_has_a_window(plain, cuda, largest, pieces, monkeypatch):
     prepare_groups(monkeypatch)
     driver = cuda(largest, pieces=pieces)

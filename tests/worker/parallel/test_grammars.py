@@ -26,7 +26,7 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_cpus_follow_them(tp_size, pp_size, checkpoint, replica_of):
     directory = checkpoint("llama", **SIZES)
     runner, replica, rows = alone(directory), replica_of(tp_size, pp_size, directory), len(KINDS)
@@ -103,6 +103,7 @@ def history() -> list:
     ]
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the devices here")
 @pytest.mark.parametrize(

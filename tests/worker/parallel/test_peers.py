@@ -140,7 +140,7 @@ def test_ranks_end_for_one_reason_and_have_one_id(pool):
     assert one_id == other_id != pool.run(find_causes, 2, 1, free_port())[0][2]
 
 
-@pytest.mark.parametrize("lost", [3, 0])
+@pytest.mark.parametrize("lost", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_the_loss_of_a_worker_is_an_error_on_all_others(lost, pool, checkpoint):
     """At once, whether they run a step or not."""
     directory, driver = checkpoint("llama", num_attention_heads=4, head_dim=16), Driver(None)

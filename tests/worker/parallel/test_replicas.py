@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from tests.quick import quick_if
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.parallel.cases import CASES, EXPERT_CASES, MODELS, SIZES, prompt_of
 from tests.worker.parallel.jobs import run_on
 from tests.worker.parallel.replica import alone, cut, same
 
-QUICK = {("llama", 2, 1), ("llama", 1, 2), ("tied", 2, 2), ("norms of all heads", 2, 1), ("shared experts", 2, 1)}
+QUICK = {
+    ("llama", 2, 1, False), ("llama", 2, 1, True), ("llama", 1, 2, False), ("tied", 2, 2, True),
+    ("norms of all heads", 2, 1, False), ("shared experts", 2, 1, True),
+}  # fmt: skip
 LENGTHS = (1, 16, 17, 45)
 TOKENS = 6
 
@@ -24,7 +28,7 @@ def expected_logits(model: torch.nn.Module, prompt: list[int], tokens: list[int]
 
 @pytest.mark.parametrize(
     ("name", "tp_size", "pp_size", "sharded"),
-    [case if case[:3] in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    quick_if(lambda *case: case in QUICK, CASES),
 )
 def test_tokens_and_logits_are_those_of_transformers(
     name, tp_size, pp_size, sharded, checkpoint, reference, replica_of
@@ -78,7 +82,11 @@ SAMPLING = (
 
 
 @pytest.mark.parametrize(
-    ("tp_size", "pp_size", "sharded"), [(2, 1, 1), (2, 1, 10**6), (1, 2, 1), (2, 2, 1), (2, 2, 10**6)]
+    ("tp_size", "pp_size", "sharded"),
+    quick_if(
+        lambda tp_size, pp_size, sharded: (tp_size, pp_size, sharded) in {(2, 1, 1), (1, 2, 1), (2, 2, 10**6)},
+        [(2, 1, 1), (2, 1, 10**6), (1, 2, 1), (2, 2, 1), (2, 2, 10**6)],
+    ),
 )
 def test_every_kind_of_sampling_gives_what_one_rank_gives(tp_size, pp_size, sharded, checkpoint, replica_of):
     directory = checkpoint("llama", **SIZES)
@@ -132,7 +140,7 @@ def test_a_model_without_weights_is_the_same_on_any_number_of_ranks(checkpoint, 
     assert seen[:2] == seen[2:4] == seen[4:]
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("kind", ["fp8", pytest.param("int8", marks=pytest.mark.slow)])
 def test_eight_bit_weights_are_split_too(kind, checkpoint, replica_of):
     """Near the exact ones, as on one rank; ranks scale their own parts of a row, so not equal to one rank's."""
     directory = checkpoint("llama", **SIZES | {"intermediate_size": 128, "vocab_size": 416})

@@ -209,6 +209,7 @@ async def test_ranks_that_were_given_different_plans_end(workers, replica_at):
         assert workers.last_words(rank) == told
 
 
+@pytest.mark.slow
 async def test_a_rank_that_is_told_to_stop_ends_well_and_the_other_with_it(workers, replica_at):
     replica = await replica_at()
     workers.signal(1, signal.SIGTERM)
