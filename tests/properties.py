@@ -18,6 +18,9 @@ def register_profiles() -> None:
     settings.load_profile("quick")
 
 
-def examples(thorough: int) -> int:
-    """Return the number of examples of a property that gets ``thorough`` examples in ``make test-all``."""
-    return thorough if settings.get_current_profile_name() == _THOROUGH else max(1, thorough // _SHARE)
+def examples(thorough: int, share: int = _SHARE) -> int:
+    """Return the number of examples of a property that gets ``thorough`` examples in ``make test-all``.
+
+    ``make test`` tries one of ``share`` examples. A larger ``share`` than usual is for an example that takes long.
+    """
+    return thorough if settings.get_current_profile_name() == _THOROUGH else max(1, thorough // share)

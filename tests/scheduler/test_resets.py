@@ -52,7 +52,9 @@ def test_threads_share_one_arena(scheduler):
     assert not arenas
 
 
-@pytest.mark.parametrize("reset", [True, False], ids=["reset at once", "left open"])
+@pytest.mark.parametrize(
+    "reset", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["reset at once", "left open"]
+)
 def test_streams_without_a_message_take_bounded_memory(scheduler, reset):
     process, address = scheduler
     host, port = address.split(":")

@@ -214,6 +214,7 @@ async def test_the_first_message_must_open_the_session(service):
     assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.slow
 async def test_a_reader_that_never_reads_is_given_up(service, monkeypatch):
     monkeypatch.setattr("services.scheduler.api.mailbox._MOST_BYTES", 100_000)
     async with session(service) as client:

@@ -11,6 +11,7 @@ from services.scheduler.core.future.time_sharing import TimeSharing
 from services.scheduler.core.queue.recent import RecentService
 from services.scheduler.core.request import AdmissionMode, Priority
 from tests.fakes.model import FakeShape
+from tests.properties import examples
 from tests.scheduler.core.driver import Driver, check_all
 
 SHAPE = {
@@ -197,7 +198,7 @@ def served(driver: Driver) -> Counter:
     return found
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(5), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20)), min_size=2, max_size=3),
     st.integers(4, 8), st.sampled_from(list(AdmissionMode)),

@@ -150,7 +150,7 @@ def check_curve_comes_true(driver: Driver) -> None:
             assert not curve[passed + len(now) :].any()
 
 
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60, share=12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(shapes(), st.integers(1, 40), st.lists(st.integers(0, 20), min_size=1, max_size=4), st.integers(2, 4))
 def test_pages_in_use_follow_the_forecast_of_predicted_ends(shape, length, pauses, steps_ahead):
     """Every answer of a class stops by itself behind ``length`` tokens, long before its limit."""
@@ -271,7 +271,7 @@ def check_admission_is_as_forecast(driver: Driver) -> None:
         assert (expected == curve).all() if in_order else (expected >= curve).all()
 
 
-@settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(300, share=12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(drivers(), prompts(), st.sampled_from([1, 1, 3]))
 def test_the_curve_with_candidates_is_the_curve_when_they_are_in(driver, prompt, n):
     with contextlib.suppress(InvalidRequest):

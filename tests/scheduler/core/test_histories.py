@@ -83,7 +83,7 @@ policies = st.fixed_dictionaries(
 
 
 @pytest.mark.timeout(600)
-@settings(max_examples=examples(1500), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(1500, share=12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(shapes(), moves, policies)
 def test_every_history_ends_with_exactly_the_tokens_of_every_sample(shape, moves, policy):
     driver = Driver(shape, **policy)

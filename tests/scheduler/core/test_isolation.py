@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 
@@ -19,6 +20,7 @@ from services.scheduler.core.step.results import Results
 from services.scheduler.core.stopping.matcher import StopMatcher
 from services.scheduler.core.stopping.tokens import StopTokens
 from tests.fakes.model import FakeShape
+from tests.quick import quick_if
 from tests.scheduler.core.driver import SINK, Driver
 from tokasaurus.common.v1.sampling_pb2 import Sampling
 
@@ -76,8 +78,10 @@ POINTS = {
 }
 
 
-@pytest.mark.parametrize("mode", list(AdmissionMode))
-@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize(
+    ("n", "mode"),
+    quick_if(lambda n, mode: (n == 5) == (mode is AdmissionMode.PREDICTED), product([1, 5], AdmissionMode)),
+)
 @pytest.mark.parametrize("point", POINTS)
 def test_an_error_in_one_request_ends_only_that_request(point, n, mode, break_at):
     raised = break_at(*POINTS[point])

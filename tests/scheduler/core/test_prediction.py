@@ -187,7 +187,7 @@ def test_a_wider_margin_leaves_more_pages_free():
     assert peaks[0] > peaks[1] > peaks[2]
 
 
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150, share=12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 90), st.sampled_from([PREDICTED, GUARANTEED]), st.booleans(),
                        st.sampled_from([1, 1, 4])), min_size=1, max_size=20),

@@ -140,6 +140,7 @@ def test_overdue_low_sequences_are_not_preempted_in_vain(slots, normal, low):
     check_all(batch)
 
 
+@pytest.mark.slow
 def test_sequences_preempted_four_times_are_protected_up_to_an_eighth_of_all():
     batch = driver(shape={"max_slots": 16, "max_tokens_per_step": 128})
     lines = fill(batch, 16)
@@ -183,7 +184,7 @@ def test_overdue_low_samples_do_not_precede_requests_while_low_sequences_run(sha
     check_all(batch)
 
 
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60, share=12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 90), st.sampled_from([1, 1, 5])), min_size=1, max_size=12),
     st.integers(45, 120), st.integers(1, 8), st.integers(1, 20), st.booleans(),

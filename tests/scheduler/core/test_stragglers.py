@@ -238,7 +238,7 @@ def test_a_light_plan_admits_no_sample_that_was_first_before_it_was_parked():
 
 
 @pytest.mark.timeout(600)
-@settings(max_examples=examples(600), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(600, share=12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), policy=policies)
 def test_stragglers_in_random_histories(data, policy):
     """A parked sample is admitted only if no other could be, and a group ends when enough samples have finished."""
