@@ -73,6 +73,7 @@ def test_operators_are_answered_until_the_drain_is_over(tmp_path):
         leaving.stop()
 
 
+@pytest.mark.slow
 def test_the_second_signal_tells_running_requests_that_it_is_over(leaving):
     with leaving.sdk() as sdk:
         stream = begin(sdk, 2040)
@@ -94,6 +95,7 @@ def test_what_takes_too_long_ends_with_a_reason(leaving):
     assert leaving.gateway.wait() == 0
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_leaves_for_long_and_a_worker_that_leaves_end_well_and_are_said_to_be_gone(leaving):
     with leaving.sdk() as sdk:
         stream = begin(sdk, 300)

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from services.common.config import SchedulerConfig
 from services.common.text.tokenizer import Tokenizer
@@ -130,6 +131,7 @@ async def test_samples_that_finished_before_a_failover_count():
         running.close()
 
 
+@pytest.mark.slow
 async def test_stragglers_are_parked_after_a_failover():
     async with Schedulers.running() as schedulers:
         running = await schedulers.generate("group", n=3, park_after=2)
@@ -273,6 +275,7 @@ async def test_the_samples_of_a_request_are_at_one_scheduler_and_requests_at_bot
             each.close()
 
 
+@pytest.mark.slow
 async def test_the_samples_of_a_prompt_stay_together_after_a_failover():
     """The prompt is shorter than the blocks by which the router finds prefixes."""
     async with Schedulers.running(3) as schedulers:

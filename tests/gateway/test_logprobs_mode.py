@@ -30,6 +30,7 @@ def completed(server, **body) -> tuple[list[int], list[float], list[dict]]:
     return choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "less", "top"),
     [

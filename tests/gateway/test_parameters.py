@@ -154,6 +154,7 @@ def test_usage_tells_where_the_time_went(speaker, sdk, model):
     assert set(chunks[-1]["usage"]["timing"]) == set(timing)
 
 
+@pytest.mark.slow
 def test_decoding_takes_as_long_as_the_steps_do(tmp_path):
     slow = Deployment(tmp_path, worker={"step_ms": 20}).wait_ready()
     try:

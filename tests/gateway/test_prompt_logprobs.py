@@ -190,6 +190,7 @@ def test_more_than_a_gateway_can_write_are_refused(deployment, body, param):
     assert "21 log-probabilities for each of 1700 prompt tokens of 400 samples are more than" in error["message"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_has_none_is_told_of(tmp_path):
     without = Deployment(tmp_path, worker={"prompt_logprobs": 0}).wait_ready()
     try:

@@ -88,6 +88,7 @@ def test_without_failover_a_killed_scheduler_ends_requests_with_an_error_and_a_n
         running.stop()
 
 
+@pytest.mark.slow
 def test_a_new_request_waits_a_moment_for_a_scheduler_that_is_coming(fragile):
     assert fragile.complete(prompt="x", max_tokens=2).status_code == 200
     fragile.scheduler.kill()
@@ -223,6 +224,7 @@ def test_of_two_replicas_one_may_die(tmp_path, deployment):
         running.stop()
 
 
+@pytest.mark.slow
 def test_the_first_answer_of_a_gateway_knows_the_models(fragile):
     fragile.gateway.stop()
     fragile.gateway.start()

@@ -119,6 +119,7 @@ def test_a_worker_that_keeps_no_experts_is_named_in_the_error(deployment):
     assert "started with return_routed_experts=T" in error["message"]
 
 
+@pytest.mark.slow
 async def test_a_scheduler_is_killed_and_the_experts_are_complete(tmp_path):
     prompts = [[100 + number, *PROMPT] for number in range(8)]
     body = {"model": "tokasaurus-builtin", "max_tokens": 400, "extra_body": ASKING | {"max_tokens": 400}}

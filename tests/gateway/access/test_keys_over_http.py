@@ -346,6 +346,7 @@ def test_a_rollout_without_a_limit_reserves_a_part_of_the_context(guarded, path,
     assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.slow
 def test_a_stream_that_its_client_leaves_costs_what_was_made_of_it(guarded):
     body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "ignore_eos": True}
     with guarded.http("open") as client:

@@ -18,7 +18,10 @@ def small(tmp_path):
 
 @pytest.mark.parametrize(
     ("endpoint", "body"),
-    [(COMPLETIONS, {"max_tokens": 2000, "ignore_eos": True}), (RESPONSES, {"max_output_tokens": 2000})],
+    [
+        (COMPLETIONS, {"max_tokens": 2000, "ignore_eos": True}),
+        pytest.param(RESPONSES, {"max_output_tokens": 2000}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_request_is_answered_before_any_line_that_runs_has_ended(small, endpoint, body):
     with small.sdk() as sdk:

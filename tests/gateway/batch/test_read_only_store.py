@@ -56,6 +56,7 @@ def protect(store: Path, *, writable: bool) -> None:
         path.chmod((0o700 if writable else 0o500) if path.is_dir() else (0o600 if writable else 0o400))
 
 
+@pytest.mark.slow
 def test_a_store_that_becomes_read_only_stops_uploads_alone(gateway, tmp_path):
     client, process = gateway
     protect(tmp_path / "store", writable=False)

@@ -71,6 +71,7 @@ async def test_a_transfer_is_refused_when_none_ends():
                 pass
 
 
+@pytest.mark.slow
 def test_downloads_that_are_not_read_take_little_memory(deployment):
     content = b"x" * 8_000_000
     with httpx.Client(base_url=deployment.url, timeout=PATIENCE_S) as client:

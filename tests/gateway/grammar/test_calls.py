@@ -25,7 +25,7 @@ WAIT = {"type": "function", "function": {"name": "wait"}}
 NAMED = {"type": "function", "function": {"name": "move"}}
 
 
-@pytest.fixture(params=["thinker", "caller"])
+@pytest.fixture(params=["thinker", pytest.param("caller", marks=pytest.mark.slow)])
 def server(request):
     """Each of the ways that models write calls in."""
     return request.getfixturevalue(request.param)

@@ -23,8 +23,10 @@ def is_paused(deployment) -> bool:
     ("pause", "resume"),
     [
         (("/pause?mode=keep", {}), "/resume"),
-        (("/pause?mode=keep&clear_cache=false", {}), "/resume"),
-        (("/pause_generation", {"json": {"mode": "in_place"}}), "/continue_generation"),
+        pytest.param(("/pause?mode=keep&clear_cache=false", {}), "/resume", marks=pytest.mark.slow),
+        pytest.param(
+            ("/pause_generation", {"json": {"mode": "in_place"}}), "/continue_generation", marks=pytest.mark.slow
+        ),
         (("/pause_generation", {"json": {"mode": "retract"}}), "/continue_generation"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from tests.gateway.deployment import PATIENCE_S, eventually
 from tests.gateway.rollout.conftest import get, post, reasons, streamed, texts
 from tests.gateway.rollout.test_routes import LONG
+from tests.quick import quick_if
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("api", CALLS)
+@pytest.mark.parametrize("api", quick_if(lambda api: api in {"vllm parts", "sglang"}, CALLS))
 def test_kept_requests_continue_as_if_there_had_been_no_sleep(trained, api):
     body = LONG | {"max_tokens": 100, "n": 4}
     alone = texts(streamed(trained, "/v1/completions", body))
