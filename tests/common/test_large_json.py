@@ -41,9 +41,10 @@ def outcome(raw: bytes, piece_bytes: int | None) -> str | None:
         return None
 
 
+@pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 1500), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("piece_bytes", [100, *(pytest.param(size, marks=pytest.mark.slow) for size in (20, 32))])
-def test_a_text_has_the_same_value_in_pieces_as_in_one_call(piece_bytes):
-    for seed in range(1500):
+def test_a_text_has_the_same_value_in_pieces_as_in_one_call(piece_bytes, seeds):
+    for seed in seeds:
         draw = random.Random(seed)
         written = json.dumps(value(draw), ensure_ascii=draw.random() < 0.5, indent=draw.choice((None, None, 1)))
         raw = broken(draw, written.encode())

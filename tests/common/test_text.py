@@ -22,6 +22,7 @@ from services.common.text.tokenizer_files import read_backend
 from services.common.text.vocabulary import Vocabulary
 from tests.checkpoints import make_checkpoint, write_tokenizer
 from tests.properties import examples
+from tests.quick import quick_if
 
 TEXTS = [
     "Hello, world!",
@@ -236,10 +237,13 @@ def test_only_the_tokenizer_file_decides_about_bos(tmp_path, add_bos):
 @pytest.mark.parametrize("tokenizer", ["bytes", "sentencepiece"])
 @pytest.mark.parametrize(
     "model_type",
-    [
-        *("gemma2", "gemma3", "gemma3_text", "glm4_moe", "gpt_oss", "granite", "llama", "mistral", "mixtral", "olmo2"),
-        *("phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
-    ],
+    quick_if(
+        {"gemma2", "gpt_oss", "llama", "mistral", "phi3", "qwen3"}.__contains__,
+        [
+            *("gemma2", "gemma3", "gemma3_text", "glm4_moe", "gpt_oss", "granite", "llama", "mistral", "mixtral"),
+            *("olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
+        ],
+    ),
 )
 @pytest.mark.parametrize(
     "settings",

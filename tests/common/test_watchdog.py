@@ -82,7 +82,7 @@ def test_a_process_that_has_work_and_makes_no_progress_is_killed():
         assert reason(process).startswith("its work made no progress for 1.")
 
 
-@pytest.mark.parametrize("manner", ["calm", "slow"])
+@pytest.mark.parametrize("manner", ["calm", pytest.param("slow", marks=pytest.mark.slow)])
 def test_a_process_that_gets_on_lives_and_its_watchdog_ends_with_it(manner):
     with beating(f"manner={manner}") as process:
         own = only_watchdog(process)

@@ -39,10 +39,10 @@ def loaded_by(service: str) -> set[str]:
         ("common", COMPUTING | SERVING_HTTP),
         ("gateway", COMPUTING | {"services.scheduler", "services.worker"}),
         ("scheduler", COMPUTING | SERVING_HTTP | {"services.gateway", "services.worker"}),
-        ("worker", SERVING_HTTP | {"services.gateway", "services.scheduler"}),
+        pytest.param("worker", SERVING_HTTP | {"services.gateway", "services.scheduler"}, marks=pytest.mark.slow),
         ("launcher", COMPUTING),
         ("client", COMPUTING | {"uvicorn"}),
-        ("cli", COMPUTING),
+        pytest.param("cli", COMPUTING, marks=pytest.mark.slow),
     ],
 )
 def test_a_service_loads_neither_others_nor_what_only_they_need(service, never):

@@ -28,6 +28,7 @@ from tests.docs.pages import ROOT, prose
 from tests.docs.published import published
 from tests.foreign_models import ARCHITECTURES as FOREIGN
 from tests.foreign_models import make_foreign_config
+from tests.quick import quick_if
 from tests.worker.interpreter import needs_triton
 from tests.worker.parallel.cases import CASES, EXPERT_CASES, MODELS
 
@@ -36,7 +37,8 @@ TP_SIZES = (2, 4, 8)
 NONE = "-"
 PUBLISHED = published()
 Table = dict[str, dict[str, str]]
-of_foreign = pytest.mark.parametrize("architecture", FOREIGN)
+# Building the model of an architecture takes long, so ``make test`` builds every eighth.
+some_of_foreign = pytest.mark.parametrize("architecture", quick_if(set(list(FOREIGN)[::8]).__contains__, FOREIGN))
 of_architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
@@ -219,7 +221,7 @@ def test_every_architecture_that_is_tested_through_transformers_has_a_row():
 
 @needs_triton
 @pytest.mark.usefixtures("triton_ready")
-@of_foreign
+@some_of_foreign
 def test_a_row_says_where_transformers_computes_an_architecture(architecture):
     from services.worker.attention import cuda
 
@@ -235,7 +237,7 @@ def test_a_row_says_where_transformers_computes_an_architecture(architecture):
 
 
 @pytest.mark.parametrize("flag", ["tp_size=2", "pp_size=2", "expert_parallel=T", "quantization=fp8"])
-@of_foreign
+@some_of_foreign
 def test_flags_of_a_row_that_are_refused_have_a_dash(architecture, flag):
     raw, (name, value) = raw_config(architecture), flag.split("=")
     flags = {name: value} | ({"tp_size": 2} if name == "expert_parallel" else {})

@@ -14,6 +14,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "bench.block_products", *arguments], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_machine_without_a_gpu_is_refused():
     outcome = run("rows=1")

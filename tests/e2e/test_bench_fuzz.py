@@ -188,6 +188,7 @@ async def test_a_gateway_that_answers_500_is_found(tmp_path):
 # -- files of models
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_models_are_read_or_refused(tmp_path):
     found = Findings(tmp_path, 1)

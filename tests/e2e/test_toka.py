@@ -71,6 +71,7 @@ def server():
         yield server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("service", ["scheduler", "gateway"])
 def test_a_killed_child_is_replaced(server, service):
     before = complete(server).choices[0].text
@@ -96,6 +97,7 @@ def answer_over_a_crash(server, victim: psutil.Process) -> str:
     return text + "".join(chunk.choices[0].text for chunk in stream)
 
 
+@pytest.mark.slow
 def test_a_stream_outlives_a_crash_of_the_worker_which_is_replaced(server):
     expected = complete(server, max_tokens=100, extra_body={"ignore_eos": True}).choices[0].text
     victim = child_running(server.process.pid, "services.worker")

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.quick import quick_if
+
 QUESTION = "Question: Tom has 3 bags with 4 apples each. How many apples does Tom have?\nAnswer:"
 SMALL = ("device=cpu", "kv_cache_num_tokens=4096", "log_format=json")
 
@@ -84,7 +86,13 @@ def test_a_stop_while_the_model_loads_logs_no_warning(event, number):
     assert unusual(lines) == []
 
 
-@pytest.mark.parametrize("event", ["loading libraries", "weights loaded", "running every kind of step"])
+@pytest.mark.parametrize(
+    "event",
+    quick_if(
+        lambda event: event == "loading libraries",
+        ["loading libraries", "weights loaded", "running every kind of step"],
+    ),
+)
 def test_a_worker_that_loads_ends_at_once_and_quietly(event):
     """The interpreter would end in an abort beside the thread that loads."""
     process = start("services.worker", *SMALL, "worker_listen=127.0.0.1:0", "drain_seconds=1000")

@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 from tokenizers import Tokenizer  # noqa: E402
 
 from services.common.model.files import BUILTIN_MODELS  # noqa: E402
+from tests.quick import quick_if  # noqa: E402
 from training.augment import ANNOTATION, Template, is_consistent, rename_people, to_number  # noqa: E402
 from training.corpus import held_out_generated  # noqa: E402
 from training.evaluate import evaluate, pass_at_k  # noqa: E402
@@ -193,7 +194,7 @@ SMALL_SHAPES = {
 }
 
 
-@pytest.fixture(scope="module", params=SMALL_SHAPES)
+@pytest.fixture(scope="module", params=quick_if(lambda shape: shape == "dense", SMALL_SHAPES))
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory written by two steps of training on a few problems."""
     data, out = tmp_path_factory.mktemp("data"), tmp_path_factory.mktemp("model")
