@@ -27,13 +27,14 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if DEVICE.type == "cuda" else 3
 
 
-# Folders whose files share servers that take long to start: one process runs them all.
-TOGETHER = ("tests/gateway/grammar", "tests/worker/parallel")
+# Folders whose files share servers that take long to start: one process runs all files of a folder.
+FIRST = ("tests/gateway/grammar", "tests/worker/parallel")
+TOGETHER = (*FIRST, *(f"tests/gateway/{name}" for name in ("access", "console", "messages", "rollout")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the folders of ``TOGETHER`` first: the other processes would have nothing to do at the end."""
-    items.sort(key=lambda item: not item.nodeid.startswith(TOGETHER))
+    """Run the longest folders of ``TOGETHER`` first: the other processes would have nothing to do at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
 
 
 @pytest.hookimpl(optionalhook=True)
