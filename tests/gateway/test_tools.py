@@ -238,14 +238,46 @@ def test_tokens_of_thoughts_are_counted(qwen, tokenizer):
     }
 
 
-@pytest.mark.slow
-def test_without_a_parser_all_is_text(tmp_path):
-    running = start_parrot(tmp_path, QWEN, tool_call_parser="none", reasoning_parser="none")
-    try:
-        choice = first(running, THOUGHT + CALL, tools=TOOLS)
-    finally:
-        running.stop()
+@pytest.mark.parametrize(
+    ("parameters", "part"),
+    [
+        ({"type": "array"}, "are not of type 'object'"),
+        ({"type": "object", "properties": {"a": {"not": {}}}}, 'Unimplemented keys: ["not"]'),
+        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}}, "does not exist"),
+    ],
+)
+def test_parameters_that_cannot_be_followed_are_named(qwen, llama, parameters, part):
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    strict = {"type": "function", "function": tool["function"] | {"strict": True}}
+    for server in (qwen, llama):
+        for body in ({"tools": [tool], "tool_choice": "required"}, {"tools": [strict]}):
+            response = server.chat(**body)
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert (error["param"], part in error["message"]) == ("tools", True), error
+        assert server.chat(tools=[tool], max_tokens=3).status_code == 200  # nothing holds arguments to them
+
+
+@pytest.fixture(scope="module")
+def unparsed(tmp_path_factory):
+    """A parrot whose calls and thoughts stay text."""
+    flags = {"tool_call_parser": "none", "reasoning_parser": "none"}
+    running = start_parrot(tmp_path_factory.mktemp("unparsed"), QWEN, **flags)
+    yield running
+    running.stop()
+
+
+def test_without_a_parser_all_is_text(unparsed):
+    choice = first(unparsed, THOUGHT + CALL, tools=TOOLS)
     assert (choice.message.content, choice.finish_reason) == (THOUGHT + CALL, "stop")
+
+
+def test_calls_that_stay_text_cannot_be_required(unparsed):
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    for body in ({"tools": [WEATHER], "tool_choice": "required"}, {"tools": [strict]}):
+        error = unparsed.chat(**body).json()["error"]
+        assert (error["param"], "tool_call_parser=none" in error["message"]) == ("tools", True)
+    assert unparsed.chat(tools=[WEATHER], max_tokens=3).status_code == 200
 
 
 @pytest.mark.parametrize(

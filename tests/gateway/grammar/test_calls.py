@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from tests.gateway.parrot import QWEN, start_parrot
-
 SAY = [{"role": "user", "content": "Hi"}]  # as ``Deployment.chat`` does
 PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}  # the built-in model finds no end to its thoughts
 MOVE = {
@@ -115,35 +113,3 @@ def test_responses_require_calls_as_well(server):
         [item] = answer["output"]
         assert (item["type"], item["name"], answer["status"]) == ("function_call", "move", "completed")
         check({"function": {"name": item["name"], "arguments": item["arguments"]}})
-
-
-@pytest.mark.parametrize(
-    ("parameters", "part"),
-    [
-        ({"type": "array"}, "are not of type 'object'"),
-        ({"type": "object", "properties": {"a": {"not": {}}}}, 'Unimplemented keys: ["not"]'),
-        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}}, "does not exist"),
-    ],
-)
-def test_parameters_that_cannot_be_followed_are_named(qwen, llama, parameters, part):
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    strict = {"type": "function", "function": tool["function"] | {"strict": True}}
-    for server in (qwen, llama):
-        for body in ({"tools": [tool], "tool_choice": "required"}, {"tools": [strict]}):
-            response = server.chat(**body)
-            assert response.status_code == 400, response.text
-            error = response.json()["error"]
-            assert (error["param"], part in error["message"]) == ("tools", True), error
-        assert server.chat(tools=[tool], max_tokens=3).status_code == 200  # nothing holds arguments to them
-
-
-def test_calls_that_stay_text_cannot_be_required(tmp_path):
-    running = start_parrot(tmp_path, QWEN, tool_call_parser="none")
-    try:
-        for body in ({"tools": [MOVE], "tool_choice": "required"}, {"tools": [{"type": "function", "function": {
-            "name": "f", "strict": True}}]}):  # fmt: skip
-            error = running.chat(**body).json()["error"]
-            assert (error["param"], "tool_call_parser=none" in error["message"]) == ("tools", True)
-        assert running.chat(tools=[MOVE], max_tokens=3).status_code == 200
-    finally:
-        running.stop()
