@@ -71,7 +71,11 @@ def entries(sampled: Sampled) -> list[tuple[int, int, float, list[int], list[flo
     ]
 
 
-@pytest.mark.parametrize("sampling", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(
+    "sampling",
+    quick_if(lambda sampling: len(sampling) < 2 or "repetition_penalty" in sampling, KINDS.values()),
+    ids=KINDS,
+)
 @pytest.mark.parametrize("run", RUNS)
 def test_they_are_the_processed_scores_of_transformers(run, sampling):
     rows = hot(12, **sampling, **ASKED)

@@ -111,6 +111,7 @@ def several_blocks() -> torch.Tensor:
     return logits
 
 
+@pytest.mark.slow
 def test_blocks_and_the_tokens_within_follow_the_softmax():
     logits = several_blocks()
     tokens = draws(20_000, logits)

@@ -44,7 +44,7 @@ def steps_until_finished(driver: Driver, handle: int, most: int = 1000) -> list:
     raise AssertionError(f"not finished after {most} steps")
 
 
-@pytest.mark.parametrize("steps", [1, 3, 30, 60])
+@pytest.mark.parametrize("steps", [1, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (3, 30)), 60])
 def test_a_request_of_another_key_completes_in_few_and_short_steps(steps):
     busy = driver()
     flood(busy, 64)
@@ -150,7 +150,7 @@ def test_recent_service_counts_steps_of_one_token():
     assert recent.behind(["busy", "idle"]) == {"idle"}
 
 
-@pytest.mark.parametrize("priority", [Priority.NORMAL, Priority.LOW])
+@pytest.mark.parametrize("priority", [Priority.NORMAL, pytest.param(Priority.LOW, marks=pytest.mark.slow)])
 def test_a_key_of_a_lower_class_neither_preempts_a_higher_one_nor_holds_it_back(priority):
     busy = driver()
     flood(busy, 64, priority=Priority.HIGH)

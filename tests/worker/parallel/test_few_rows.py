@@ -61,7 +61,7 @@ def check(pool, config: ModelConfig, tp_size: int, linear: str, tokens: int, kee
 
 
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize(("tokens", "keep"), [(1, None), (7, None), (8, [3])])
+@pytest.mark.parametrize(("tokens", "keep"), [(1, None), pytest.param(7, None, marks=pytest.mark.slow), (8, [3])])
 def test_the_decoder_gives_what_the_model_gives(changes, tokens, keep, pool):
     check(pool, small_config(layers=2, **changes), 2, "plain", tokens, keep)
 

@@ -107,7 +107,7 @@ def test_every_kind_of_sampling_gives_what_one_rank_gives(tp_size, pp_size, shar
     same(run_on(runner, plans), replica.run_all(plans))
 
 
-@pytest.mark.parametrize("parts", [9, 128])
+@pytest.mark.parametrize("parts", [9, pytest.param(128, marks=pytest.mark.slow)])
 def test_no_stage_waits_for_a_step_that_may_never_come(parts, checkpoint, replica_of):
     """The last stage hands tokens back for every micro-batch; the first takes them when it has use for them."""
     directory = checkpoint("llama", **SIZES)
