@@ -55,6 +55,7 @@ async def begun(asked: list[Asked]) -> None:
         assert waits.done(), each.task.exception()
 
 
+@pytest.mark.slow
 async def test_of_two_schedulers_one_is_killed_and_every_answer_is_what_it_would_have_been(tmp_path):
     async with (
         Replicas.running(tmp_path, 2, worker={"step_ms": 20}) as pair,

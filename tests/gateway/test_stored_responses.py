@@ -278,6 +278,7 @@ def test_gateways_with_one_store_know_each_others_responses(qwen, client, name, 
         other.stop()
 
 
+@pytest.mark.slow
 async def test_a_stream_that_breaks_ends_with_a_failed_response(tmp_path):
     worker = FakeWorker(step_s=0.005)
     running = Deployment(tmp_path, worker_address=await worker.start(), gateway={"failover_seconds": 0})

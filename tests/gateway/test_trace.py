@@ -17,6 +17,7 @@ def deployment(tmp_path_factory):
     running.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("header", "logged"), [(TRACE, TRACE), ("not a trace", "")])
 def test_the_trace_context_is_in_the_schedulers_log(deployment, header, logged):
     body = {"prompt": [5, 6, 7], "max_tokens": 2}

@@ -73,6 +73,7 @@ def _runs(client) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_background_response_takes_its_keys_tokens(slow):
     client = slow.sdk("thrifty")
     with pytest.raises(openai.BadRequestError, match="300 a minute"):

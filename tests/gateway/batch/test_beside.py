@@ -16,11 +16,12 @@ def small(tmp_path):
     running.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("endpoint", "body"),
     [
         (COMPLETIONS, {"max_tokens": 2000, "ignore_eos": True}),
-        pytest.param(RESPONSES, {"max_output_tokens": 2000}, marks=pytest.mark.slow),
+        (RESPONSES, {"max_output_tokens": 2000}),
     ],
 )
 def test_a_request_is_answered_before_any_line_that_runs_has_ended(small, endpoint, body):

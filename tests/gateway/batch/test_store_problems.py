@@ -233,6 +233,7 @@ def test_a_gateway_answers_503_with_the_reason_logs_it_once_counts_it_and_heals(
         running.stop()
 
 
+@pytest.mark.slow
 def test_with_keys_clients_do_not_hear_of_the_path(tmp_path):
     guarded = start(tmp_path)
     try:

@@ -38,7 +38,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("api", quick_if(lambda api: api in {"vllm parts", "sglang"}, CALLS))
+@pytest.mark.parametrize("api", quick_if(lambda api: api == "vllm parts", CALLS))
 def test_kept_requests_continue_as_if_there_had_been_no_sleep(trained, api):
     body = LONG | {"max_tokens": 100, "n": 4}
     alone = texts(streamed(trained, "/v1/completions", body))

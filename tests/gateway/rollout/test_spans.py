@@ -105,6 +105,7 @@ async def test_spans_of_a_lost_scheduler_are_joined_with_those_of_the_next(strea
         running.close()
 
 
+@pytest.mark.slow
 async def test_after_a_failover_without_updates_there_are_no_spans():
     async with Schedulers.running() as schedulers:
         for worker in schedulers.workers:
