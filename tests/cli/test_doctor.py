@@ -288,6 +288,7 @@ def test_the_cache_of_padded_heads_is_planned_as_on_the_gpu(tmp_path):
     assert found.facts["bytes_per_token"] == 2 * 16 * 8 * 128 * 2 + 4
 
 
+@pytest.mark.slow
 def test_ranks_of_a_mixture_hold_their_shares_of_the_experts(tmp_path):
     """The figures are those of 30.5 billion parameters, of which 29.0 are the experts'."""
     everything = planned(tmp_path, SHAPES["qwen3-30b-a3b"], 139.8)

@@ -20,6 +20,7 @@ def body(**fields):
     return {"model": "tokasaurus-builtin", "prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True, **fields}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clients", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_replies_come_in_the_order_of_the_requests(builtin_server, clients):
     bodies = [body(max_tokens=count) for count in (3, 9, 5)]
@@ -32,6 +33,7 @@ def test_replies_come_in_the_order_of_the_requests(builtin_server, clients):
     assert replies[3].first_at < replies[3].last_at
 
 
+@pytest.mark.slow
 def test_a_refused_request_and_a_missing_server_are_failures(builtin_server, capsys):
     refused = send_all(f"{builtin_server.base_url}/v1/completions", [body(max_tokens=-1), body()])
     assert [bool(reply.error) for reply in refused] == [True, False]

@@ -319,6 +319,7 @@ def _sglang_trainer(port: int, tensors: list[torch.Tensor], received) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 async def test_a_group_that_sglang_makes_fits(scheduler, checkpoint):
     tensors = tensors_of(checkpoint(seed=1))
     trainer = Trainer(2, "g", joins=False)

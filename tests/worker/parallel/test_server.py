@@ -139,6 +139,7 @@ async def replica_at(workers):
             await channel.close()
 
 
+@pytest.mark.slow
 async def test_ranks_say_which_they_are_and_that_they_belong_together(workers):
     replica = Replica(workers)
     first, second = [await rank.info() for rank in replica.ranks]
