@@ -283,8 +283,7 @@ def test_heads_that_cuda_has_no_kernels_for_fail(tmp_path):
 
 
 def test_the_cache_of_padded_heads_is_planned_as_on_the_gpu(tmp_path):
-    heads = {"head_dim": 80, "max_position_embeddings": 4096}
-    found = planned(tmp_path, LLAMA_1B | heads, 80)
+    found = planned(tmp_path, LLAMA_1B | {"head_dim": 80, "max_position_embeddings": 4096}, 80)
     assert found.facts["bytes_per_token"] == 2 * 16 * 8 * 128 * 2 + 4
 
 
