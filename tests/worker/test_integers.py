@@ -12,7 +12,6 @@ from services.common.model.json_object import read_json
 from services.worker.boot.common import boot
 from services.worker.described.refusals import refuse_integer_weights
 from services.worker.described.registry import read_model_config
-from services.worker.layers import products_cpu
 from services.worker.layers.factory import make_linear
 from services.worker.layers.integers import IntegerLinear, dequantized, to_integers
 from services.worker.layers.kernels import TorchKernels
@@ -26,6 +25,7 @@ from tests import real_model
 from tests.gguf_files import write_gguf
 from tests.real_model import needs_real_model
 from tests.worker.driver import Driver
+from tests.worker.other_processors import compiled_for
 from tests.worker.small_models import CPU, one_sequence, small_config, small_model
 from tests.worker.test_quantization import fill
 
@@ -126,15 +126,10 @@ def test_a_product_is_that_with_the_dequantized_weight(rows, outputs, bits):
 
 
 @pytest.fixture
-def few_registers(monkeypatch):
+def few_registers():
     """Compile products for processors whose registers hold the sums of one row."""
-    caches = products_cpu.make_product, products_cpu.compiled_product
-    for each in caches:
-        each.cache_clear()
-    monkeypatch.setattr(products_cpu, "most_rows", lambda: 1)
-    yield
-    for each in caches:
-        each.cache_clear()
+    with compiled_for(rows=1):
+        yield
 
 
 @pytest.mark.parametrize("bits", BITS)
