@@ -12,7 +12,7 @@ async def cancel_request(fleet: Fleet, request_id: str) -> int:
     Raises ``NotFound``, or the error of a scheduler.
     """
     request = observe_pb2.CancelRequestRequest(request_id=request_id)
-    responses = await call_each(fleet, lambda stub: stub.CancelRequest, request, since="1.7")
+    responses = await call_each(fleet.replicas, lambda stub: stub.CancelRequest, request, since="1.7")
     if cancelled := sum(each.samples for each in responses if not isinstance(each, TokaError)):
         return cancelled
     errors = [each for each in responses if isinstance(each, TokaError)]

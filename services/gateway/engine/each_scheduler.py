@@ -1,4 +1,4 @@
-"""Calls that concern the requests of all schedulers."""
+"""Calls to several schedulers at the same time."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -10,7 +10,6 @@ from services.common.errors import FailedPrecondition, TokaError, Unavailable
 from services.common.rpc.channel import task_is_cancelled
 from services.common.rpc.fan_out import send_to_all
 from services.common.rpc.status import from_rpc_error
-from services.gateway.engine.fleet import Fleet
 from services.gateway.engine.replica import Replica
 
 if TYPE_CHECKING:
@@ -24,51 +23,38 @@ Method = Callable[["SchedulerServiceAsyncStub"], Callable[..., Awaitable[R]]]
 
 
 async def call_each(
-    fleet: Fleet,
-    method: Method[R],
-    request: Any,
-    *,
-    since: str,
-    timeout_s: float | None = 5.0,
-    replicas: Sequence[Replica] | None = None,
+    replicas: Sequence[Replica], method: Method[R], request: Any, *, since: str, timeout_s: float | None = 5.0
 ) -> Sequence[R | TokaError]:
-    """Send ``request`` to ``replicas`` (default: all) at the same time. Return the response or the error of each.
+    """Send ``request`` to the schedulers of ``replicas`` at the same time. Return the response or the error of each.
 
     A list of requests has one for each scheduler, in their order. ``since`` is the version of the contract with the
     method. ``timeout_s`` None: wait without a limit.
     """
-    replicas = fleet.replicas if replicas is None else replicas
     requests = request if isinstance(request, list) else [request] * len(replicas)
     pairs = zip(replicas, requests, strict=True)
     return await asyncio.gather(*(_call(replica, method, each, since, timeout_s) for replica, each in pairs))
 
 
 async def call_all(
-    fleet: Fleet,
-    method: Method[R],
-    request: Any,
-    *,
-    since: str,
-    timeout_s: float | None = 5.0,
-    replicas: Sequence[Replica] | None = None,
+    replicas: Sequence[Replica], method: Method[R], request: Any, *, since: str, timeout_s: float | None = 5.0
 ) -> list[R]:
     """Return the response of every scheduler, as ``call_each``. Raises the first error."""
     responses = []
-    for each in await call_each(fleet, method, request, since=since, timeout_s=timeout_s, replicas=replicas):
+    for each in await call_each(replicas, method, request, since=since, timeout_s=timeout_s):
         if isinstance(each, TokaError):
             raise each
         responses.append(each)
     return responses
 
 
-async def call_together(fleet: Fleet, method: Method[R], request: Any, *, since: str) -> list[R]:
+async def call_together(replicas: Sequence[Replica], method: Method[R], request: Any, *, since: str) -> list[R]:
     """Return the response of every scheduler to a call that only ends if all schedulers take part.
 
     The arguments are those of ``call_each``. If a call fails, the others are cancelled and its error is raised. If this
     task is cancelled, all calls are.
     """
-    requests = request if isinstance(request, list) else [request] * len(fleet.replicas)
-    pairs = zip(fleet.replicas, requests, strict=True)
+    requests = request if isinstance(request, list) else [request] * len(replicas)
+    pairs = zip(replicas, requests, strict=True)
     calls = [asyncio.create_task(_call(replica, method, each, since, None)) for replica, each in pairs]
     try:
         for call in asyncio.as_completed(calls):
@@ -82,7 +68,7 @@ async def call_together(fleet: Fleet, method: Method[R], request: Any, *, since:
 
 
 async def stream_to_each(
-    fleet: Fleet, method: Method[R], messages: AsyncIterator[Any], *, since: str
+    replicas: Sequence[Replica], method: Method[R], messages: AsyncIterator[Any], *, since: str
 ) -> Sequence[R | TokaError]:
     """Send ``messages`` to every scheduler. Return the response or the error of each scheduler, in their order.
 
@@ -91,7 +77,7 @@ async def stream_to_each(
     calls are cancelled.
     """
     calls: dict[str, Any] = {}
-    for replica in fleet.replicas:
+    for replica in replicas:
         if (stub := replica.stub) is None:
             raise _not_connected(replica.address)
         try:

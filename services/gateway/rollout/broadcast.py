@@ -27,7 +27,9 @@ class Bucket(NamedTuple):
 async def count_workers(fleet: Fleet) -> list[int]:
     """Return the number of workers of each scheduler. Raises the error of a scheduler."""
     request = control_pb2.GetWeightsRequest()
-    responses = await call_all(fleet, lambda stub: stub.GetWeights, request, since=_SINCE_WEIGHTS, timeout_s=None)
+    responses = await call_all(
+        fleet.replicas, lambda stub: stub.GetWeights, request, since=_SINCE_WEIGHTS, timeout_s=None
+    )
     return [len(each.ranks) for each in responses]
 
 
@@ -48,14 +50,16 @@ async def join(fleet: Fleet, group: weights_pb2.UpdateGroup) -> int:
         request = broadcast_pb2.JoinUpdateGroupRequest(group=group)
         request.group.first_rank += sum(counts[:index])
         requests.append(request)
-    await call_together(fleet, lambda stub: stub.JoinUpdateGroup, requests, since=_SINCE)
+    await call_together(fleet.replicas, lambda stub: stub.JoinUpdateGroup, requests, since=_SINCE)
     return sum(counts)
 
 
 async def leave(fleet: Fleet, name: str) -> bool:
     """Make all workers leave a group. Return whether one was in it. Raises the error of a scheduler."""
     request = broadcast_pb2.LeaveUpdateGroupRequest(name=name)
-    responses = await call_all(fleet, lambda stub: stub.LeaveUpdateGroup, request, since=_SINCE, timeout_s=None)
+    responses = await call_all(
+        fleet.replicas, lambda stub: stub.LeaveUpdateGroup, request, since=_SINCE, timeout_s=None
+    )
     return any(each.left for each in responses)
 
 
@@ -63,7 +67,7 @@ async def begin(fleet: Fleet, group: str) -> None:
     """Begin an update at all schedulers, and forget an unfinished one. Raises the error of a scheduler."""
     request = broadcast_pb2.ReceiveWeightsRequest(group=group, begin=True)
     async with fleet.updating:
-        await call_together(fleet, lambda stub: stub.ReceiveWeights, request, since=_SINCE)
+        await call_together(fleet.replicas, lambda stub: stub.ReceiveWeights, request, since=_SINCE)
 
 
 async def receive(fleet: Fleet, bucket: Bucket) -> tuple[int, str]:
@@ -98,12 +102,12 @@ async def commit(fleet: Fleet, version: str, mode: control.PauseMode) -> None:
 
 async def _receive(fleet: Fleet, bucket: Bucket) -> tuple[int, str]:
     request = broadcast_pb2.ReceiveWeightsRequest(**bucket._asdict())
-    responses = await call_together(fleet, lambda stub: stub.ReceiveWeights, request, since=_SINCE)
+    responses = await call_together(fleet.replicas, lambda stub: stub.ReceiveWeights, request, since=_SINCE)
     most = max(responses, key=lambda each: each.missing)
     return most.missing, most.first_missing
 
 
 async def _commit(fleet: Fleet, version: str, mode: control.PauseMode) -> None:
     request = control_pb2.StageWeightsRequest(received=True, version=version)
-    staged = await call_each(fleet, lambda stub: stub.StageWeights, request, since=_SINCE, timeout_s=None)
+    staged = await call_each(fleet.replicas, lambda stub: stub.StageWeights, request, since=_SINCE, timeout_s=None)
     await control.commit_staged(fleet, staged, mode)

@@ -28,12 +28,12 @@ async def pause(fleet: Fleet, mode: PauseMode, *, recompute: bool = False) -> in
 
     Raises the error of a scheduler. The others are paused then: resume, or pause again.
     """
-    return sum(each.aborted_samples for each in await _pause(fleet, fleet.replicas, mode, recompute=recompute))
+    return sum(each.aborted_samples for each in await _pause(fleet.replicas, mode, recompute=recompute))
 
 
 async def resume(fleet: Fleet) -> None:
     """Resume all schedulers. Raises the error of a scheduler."""
-    await call_all(fleet, lambda stub: stub.Resume, control_pb2.ResumeRequest(), since=_SINCE)
+    await call_all(fleet.replicas, lambda stub: stub.Resume, control_pb2.ResumeRequest(), since=_SINCE)
 
 
 async def is_paused(fleet: Fleet) -> bool:
@@ -43,7 +43,7 @@ async def is_paused(fleet: Fleet) -> bool:
 
 async def _are_paused(fleet: Fleet) -> list[bool]:
     """Return whether each scheduler is paused. Raises the error of a scheduler."""
-    responses = await call_all(fleet, lambda stub: stub.GetLoad, observe_pb2.GetLoadRequest(), since=_SINCE)
+    responses = await call_all(fleet.replicas, lambda stub: stub.GetLoad, observe_pb2.GetLoadRequest(), since=_SINCE)
     return [each.load.paused for each in responses]
 
 
@@ -54,14 +54,14 @@ async def abort(fleet: Fleet, request_ids: Sequence[str]) -> int:
     """
     queued = fleet.abort_queued(frozenset(request_ids) or None)  # first, so that none is sent to a scheduler meanwhile
     request = control_pb2.AbortRequestsRequest(request_ids=request_ids)
-    responses = await call_all(fleet, lambda stub: stub.AbortRequests, request, since=_SINCE)
+    responses = await call_all(fleet.replicas, lambda stub: stub.AbortRequests, request, since=_SINCE)
     return queued + sum(each.samples for each in responses)
 
 
 async def reset_prefix_cache(fleet: Fleet) -> int:
     """Empty the prefix caches. Return the number of pages that are free now. Raises the error of a scheduler."""
     request = control_pb2.ResetPrefixCacheRequest()
-    responses = await call_all(fleet, lambda stub: stub.ResetPrefixCache, request, since=_SINCE)
+    responses = await call_all(fleet.replicas, lambda stub: stub.ResetPrefixCache, request, since=_SINCE)
     return sum(each.freed_pages for each in responses)
 
 
@@ -73,7 +73,7 @@ async def update_weights(fleet: Fleet, directory: str, version: str | None, mode
     """
     staging = control_pb2.StageWeightsRequest(directory=directory, version=version)
     async with updating(fleet):
-        staged = await call_each(fleet, lambda stub: stub.StageWeights, staging, since=_SINCE, timeout_s=None)
+        staged = await call_each(fleet.replicas, lambda stub: stub.StageWeights, staging, since=_SINCE, timeout_s=None)
         return await commit_staged(fleet, staged, mode)
 
 
@@ -85,14 +85,14 @@ async def upload_weights(
     It pauses, commits and raises in the same way as ``update_weights``.
     """
     async with updating(fleet):
-        staged = await stream_to_each(fleet, lambda stub: stub.UploadWeights, messages, since=_UPLOADS_SINCE)
+        staged = await stream_to_each(fleet.replicas, lambda stub: stub.UploadWeights, messages, since=_UPLOADS_SINCE)
         return await commit_staged(fleet, staged, mode)
 
 
 async def read_weights(fleet: Fleet, *, checksums: bool) -> list[dict[str, Any]]:
     """Return the weights of each scheduler's workers. Raises the error of a scheduler."""
     request = control_pb2.GetWeightsRequest(checksums=checksums)
-    responses = await call_all(fleet, lambda stub: stub.GetWeights, request, since=_SINCE, timeout_s=None)
+    responses = await call_all(fleet.replicas, lambda stub: stub.GetWeights, request, since=_SINCE, timeout_s=None)
     found = []
     for replica, response in zip(fleet.replicas, responses, strict=True):
         weights = response.weights
@@ -107,12 +107,10 @@ async def read_weights(fleet: Fleet, *, checksums: bool) -> list[dict[str, Any]]
     return found
 
 
-async def _pause(
-    fleet: Fleet, replicas: Sequence[Replica], mode: PauseMode, **fields: Any
-) -> list[control_pb2.PauseResponse]:
+async def _pause(replicas: Sequence[Replica], mode: PauseMode, **fields: Any) -> list[control_pb2.PauseResponse]:
     """Pause ``replicas``. ``fields`` are the other fields of ``PauseRequest``."""
     request = control_pb2.PauseRequest(mode=MODES[mode], **fields)
-    return await call_all(fleet, lambda stub: stub.Pause, request, since=_SINCE, timeout_s=None, replicas=replicas)
+    return await call_all(replicas, lambda stub: stub.Pause, request, since=_SINCE, timeout_s=None)
 
 
 async def commit_staged(
@@ -140,16 +138,18 @@ async def _commit(fleet: Fleet, ids: Sequence[str], mode: PauseMode) -> str:
         if mode == "abort":
             aborting = control_pb2.AbortRequestsRequest()
             paused = [replica for replica, was_paused in were_paused.items() if was_paused]
-            await call_all(fleet, lambda stub: stub.AbortRequests, aborting, since=_SINCE, replicas=paused)
+            await call_all(paused, lambda stub: stub.AbortRequests, aborting, since=_SINCE)
         resuming = [control_pb2.ResumeRequest()] * len(running)
         try:
-            pauses = await _pause(fleet, running, mode, limit_ns=_MOST_PAUSE_NS)
+            pauses = await _pause(running, mode, limit_ns=_MOST_PAUSE_NS)
             # Only the pauses of this update end with it.
             resuming = [control_pb2.ResumeRequest(pause=each.pause) for each in pauses]
             committing = [control_pb2.CommitWeightsRequest(update_id=each) for each in ids]
-            committed = await call_all(fleet, lambda stub: stub.CommitWeights, committing, since=_SINCE, timeout_s=None)
+            committed = await call_all(
+                fleet.replicas, lambda stub: stub.CommitWeights, committing, since=_SINCE, timeout_s=None
+            )
         finally:
-            await call_all(fleet, lambda stub: stub.Resume, resuming, since=_SINCE, replicas=running)
+            await call_all(running, lambda stub: stub.Resume, resuming, since=_SINCE)
     version: str = committed[0].weights.version
     return version
 
@@ -157,4 +157,4 @@ async def _commit(fleet: Fleet, ids: Sequence[str], mode: PauseMode) -> str:
 async def _discard(fleet: Fleet, ids: Sequence[str]) -> None:
     for each in ids:
         request = control_pb2.DiscardWeightsRequest(update_id=each)
-        await call_each(fleet, lambda stub: stub.DiscardWeights, request, since=_SINCE)
+        await call_each(fleet.replicas, lambda stub: stub.DiscardWeights, request, since=_SINCE)

@@ -102,7 +102,7 @@ async def begin(fleet: Fleet) -> None:
 async def copy(fleet: Fleet, request: shared_weights_pb2.CopySharedWeightsRequest) -> None:
     """Make all workers copy tensors. Raises the error of a scheduler. Then the update is forgotten."""
     async with fleet.updating:
-        await call_together(fleet, lambda stub: stub.CopySharedWeights, request, since=_SINCE)
+        await call_together(fleet.replicas, lambda stub: stub.CopySharedWeights, request, since=_SINCE)
 
 
 def _read_handle(name: str, text: str) -> bytes:

@@ -25,7 +25,7 @@ async def sleep(fleet: Fleet, parts: Parts, level: int, mode: PauseMode) -> tupl
     Raises the error of a scheduler. The others are asleep then: repeat the call, or wake them.
     """
     request = sleep_pb2.SleepRequest(level=level, mode=MODES[mode], parts=write_parts(parts))
-    responses = await call_all(fleet, lambda stub: stub.Sleep, request, since=_SINCE, timeout_s=None)
+    responses = await call_all(fleet.replicas, lambda stub: stub.Sleep, request, since=_SINCE, timeout_s=None)
     return sum(each.aborted_samples for each in responses), sum(each.released_bytes for each in responses)
 
 
@@ -35,11 +35,11 @@ async def wake(fleet: Fleet, parts: Parts) -> list[str]:
     Raises the error of a scheduler.
     """
     request = sleep_pb2.WakeRequest(parts=write_parts(parts))
-    responses = await call_all(fleet, lambda stub: stub.Wake, request, since=_SINCE, timeout_s=None)
+    responses = await call_all(fleet.replicas, lambda stub: stub.Wake, request, since=_SINCE, timeout_s=None)
     return part_names(MemoryPart(part) for response in responses for part in response.asleep)
 
 
 async def is_sleeping(fleet: Fleet) -> bool:
     """Return whether every scheduler is asleep, in whole or in part. Raises the error of a scheduler."""
-    responses = await call_all(fleet, lambda stub: stub.GetLoad, observe_pb2.GetLoadRequest(), since=_SINCE)
+    responses = await call_all(fleet.replicas, lambda stub: stub.GetLoad, observe_pb2.GetLoadRequest(), since=_SINCE)
     return all(each.load.asleep for each in responses)

@@ -64,7 +64,9 @@ async def get_weights_by_name(request: Request) -> Response:
 async def _read(request: Request, body: ReadTensorBody) -> Response:
     message, gateway = tensor_pb2.ReadTensorRequest(name=body.name, rows=body.truncate_size), gateway_of(request)
     try:
-        found = await call_all(gateway.fleet, lambda stub: stub.ReadTensor, message, since=_SINCE, timeout_s=None)
+        found = await call_all(
+            gateway.fleet.replicas, lambda stub: stub.ReadTensor, message, since=_SINCE, timeout_s=None
+        )
     except InvalidRequest as error:
         raise _in_own_words(error) from None
     return Response(

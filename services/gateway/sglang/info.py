@@ -53,7 +53,7 @@ async def server_info(request: Request) -> Response:
 async def loads(request: Request) -> Response:
     """Return the numbers of requests at each scheduler, as SGLang does. The parameter ``include`` has no effect."""
     fleet = request.app.state.gateway.fleet
-    found = await call_all(fleet, lambda stub: stub.GetLoad, observe_pb2.GetLoadRequest(), since=_SINCE)
+    found = await call_all(fleet.replicas, lambda stub: stub.GetLoad, observe_pb2.GetLoadRequest(), since=_SINCE)
     by_rank = [
         {
             "dp_rank": rank,
@@ -69,7 +69,7 @@ async def loads(request: Request) -> Response:
 async def _model(gateway: Gateway) -> dict[str, Any]:
     facts = await gateway.fleet.model(None)
     request = control_pb2.GetWeightsRequest()
-    found = await call_each(gateway.fleet, lambda stub: stub.GetWeights, request, since=_SINCE_WEIGHTS)
+    found = await call_each(gateway.fleet.replicas, lambda stub: stub.GetWeights, request, since=_SINCE_WEIGHTS)
     versions = [each.weights.version for each in found if not isinstance(each, TokaError)]
     return {
         "model_path": facts.root or facts.id,
@@ -83,6 +83,6 @@ async def _model(gateway: Gateway) -> dict[str, Any]:
 async def _weights(gateway: Gateway) -> tuple[int, int | None]:
     """Return the number of schedulers, and that of their workers, or None if a scheduler cannot say it."""
     request = control_pb2.GetWeightsRequest()
-    found = await call_each(gateway.fleet, lambda stub: stub.GetWeights, request, since=_SINCE_WEIGHTS)
+    found = await call_each(gateway.fleet.replicas, lambda stub: stub.GetWeights, request, since=_SINCE_WEIGHTS)
     ranks = [len(each.ranks) for each in found if not isinstance(each, TokaError)]
     return len(found), sum(ranks) if len(ranks) == len(found) else None
