@@ -79,7 +79,6 @@ class Body(BaseModel):
     bulks: ClassVar[Mapping[str, Bulk]] = {}  # fields that may have more values than a whole body usually has
     # Unknown parameters that are always kept, since a validator examines them. None: all of them.
     consulted: ClassVar[frozenset[str] | None] = frozenset()
-    keeps_unknown: ClassVar[bool] = False  # keep unknown parameters with their values, since the model gets them
 
     _given: dict[str, str] = PrivateAttr(default_factory=dict)
     _ignored: tuple[str, ...] = PrivateAttr(default=())
@@ -94,7 +93,7 @@ class Body(BaseModel):
 
     def model_post_init(self, context: Any, /) -> None:
         """Drop the values of unknown parameters."""
-        if (extra := self.__pydantic_extra__) and not self.keeps_unknown:
+        if extra := self.__pydantic_extra__:
             self.__pydantic_extra__ = self._without_values(extra, context)
 
     @model_serializer(mode="wrap")

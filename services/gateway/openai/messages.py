@@ -161,12 +161,18 @@ class Message(Body):
         return rendered
 
 
-class Function(Body):
-    """The name, the description and the parameters of a tool."""
+class OpenBody(Body):
+    """A JSON object whose unknown members are kept with their values, since the model gets them."""
 
     # Without ``init=False``, type checkers take it for a parameter.
     __pydantic_extra__: dict[str, BoundedValue] = Field(init=False)
-    keeps_unknown = True
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Keep all values."""
+
+
+class Function(OpenBody):
+    """The name, the description and the parameters of a tool."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -176,12 +182,8 @@ class Function(Body):
     )
 
 
-class Tool(Body):
+class Tool(OpenBody):
     """A function that the model may call."""
-
-    # Without ``init=False``, type checkers take it for a parameter.
-    __pydantic_extra__: dict[str, BoundedValue] = Field(init=False)
-    keeps_unknown = True
 
     type: Literal["function"]
     function: Function
