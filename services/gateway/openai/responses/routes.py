@@ -25,7 +25,7 @@ from services.gateway.openai.sse import EventStream
 from services.gateway.openai.truncation import render_prompt
 from services.gateway.store.ids import new_id
 from services.gateway.store.queries import Query
-from services.gateway.store.service import NO_STORE, opened
+from services.gateway.store.service import NO_STORE, OpenStore, opened
 from services.gateway.store.shapes import page_of
 from services.gateway.store.tables import FAILED
 
@@ -60,7 +60,7 @@ async def create_response(gateway: Gateway, posted: Posted, caller: Caller) -> R
         store = await gateway.store.opened()
         same = fingerprint(CREATE, posted.raw)
         response_id = "resp_" + await store.tries.name(caller.owner, caller.idempotency_key, same)
-        if (earlier := await _earlier(gateway, body, response_id, caller.owner, ignored)) is not None:
+        if (earlier := await _earlier(gateway, store, body, response_id, caller.owner, ignored)) is not None:
             return earlier
     if body.background and body.store is None:
         body = body.model_copy(update={"store": True})  # rejected if the gateway has no store
@@ -155,13 +155,12 @@ def check_include_query(request: Request) -> None:
 
 
 async def _earlier(
-    gateway: Gateway, body: ResponsesBody, response_id: str, owner: str, headers: dict[str, str]
+    gateway: Gateway, store: OpenStore, body: ResponsesBody, response_id: str, owner: str, headers: dict[str, str]
 ) -> Response | None:
     """Return the response that an earlier try of this request stored, or None.
 
     A stream that failed is generated again. Its new response replaces the stored one.
     """
-    store = await gateway.store.opened()
     try:
         kept = await store.responses.get(response_id, owner)
     except NotFound:
