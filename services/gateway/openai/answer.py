@@ -235,17 +235,17 @@ class Answer:
     def _after_prompt(self, choice: ActiveSample, piece: Piece) -> Piece:
         """Return the first piece of a choice with its prompt before it, as far as the caller wants the prompt."""
         settings, number = self._settings, choice.prompt_index
-        echo, prompt = self.echo[number] if self.echo else "", self.prompts[number].prompt_ids
-        if settings.prompt_logprobs is None or choice.request.scored_end(number) < len(prompt):
-            return piece._replace(text=echo + piece.text)
-        scores = choice.request.prompt_scores[number]
-        if settings.requested_prompt_logprobs is not None:
+        prompt, scores = self.prompts[number].prompt_ids, choice.request.prompt_scores[number]
+        scored = settings.prompt_logprobs is not None and choice.request.scored_end(number) >= len(prompt)
+        if scored and settings.requested_prompt_logprobs is not None:
             top, token_text = settings.requested_prompt_logprobs, self.gateway.text.token_text
             start = settings.prompt_logprobs_start
             piece = piece._replace(prompt_logprobs=prompt_logprobs(prompt, scores, top, token_text, start))
-        if not self.echo or not self.shape.returns_logprobs:
-            return piece._replace(text=echo + piece.text)
-        return echoed(prompt, scores, settings.top_logprobs, echo, self._vocabulary, piece)
+        if not self.echo:
+            return piece
+        if scored and self.shape.returns_logprobs:
+            return echoed(prompt, scores, settings.top_logprobs, self.echo[number], self._vocabulary, piece)
+        return piece._replace(text=self.echo[number] + piece.text)
 
     def _prompt_work(self, choice: ActiveSample) -> int:
         """Return the number of prompt tokens about which data is returned with a choice."""
