@@ -182,7 +182,18 @@ class Failover:
             sample.failover_delay_s = time.perf_counter() - parent.began_at
             if not parent.per_token:
                 sample.new_ids = sample.earlier_ids
-            ending = SampleEnding("abort", False, 0, prompt_tokens, len(sample.earlier_ids), 0, 0.0, 0.0, 0.0, None)
+            ending = SampleEnding(
+                "abort",
+                at_stop_token=False,
+                trailing_bytes=0,
+                prompt_tokens=prompt_tokens,
+                completion_tokens=len(sample.earlier_ids),
+                cached_tokens=0,
+                queued_s=0.0,
+                prefill_s=0.0,
+                decode_s=0.0,
+                error=None,
+            )
             self._metrics.sample_finished(ending)
             parent.finish(sample, ending)
 
