@@ -171,7 +171,7 @@ def listens(gateway: psutil.Process) -> bool:
 
 
 def takes_some(server: Server, gateway: psutil.Process) -> bool:
-    """Whether the gateway gets one of 32 new connections."""
+    """Return whether the gateway gets one of several new connections."""
     unsent = [Unsent(server) for _ in range(CLIENTS)]
     taken = ports_served_by(gateway) & {each.port for each in unsent}
     assert {each.finish() for each in unsent} == {b"HTTP/1.1 200 OK"}

@@ -117,8 +117,8 @@ def _unknown(kind: type[Config], argument: str, name: str, *, has_value: bool) -
     names = kind.known()
     if name in names:
         return FlagError(f"flag {argument!r} has no value: write {name}=VALUE")
-    replaced = kind.suggestions.get(name)
-    close = [replaced] if replaced in names else difflib.get_close_matches(name, names, n=1)
+    suggested = kind.suggestions.get(name)
+    close = [suggested] if suggested in names else difflib.get_close_matches(name, names, n=1)
     if not has_value and not close:
         return FlagError(f"{argument!r} is not a flag: write flag=value; the argument help lists the flags")
     known = f"did you mean {close[0]}=?" if close else f"the flags are {', '.join(sorted(names))}"
