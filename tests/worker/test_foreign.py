@@ -17,6 +17,7 @@ from services.worker.boot import compilation
 from services.worker.boot.common import boot
 from services.worker.described.foreign import choose_implementation
 from services.worker.models.foreign.skeleton import make_skeleton
+from services.worker.runner.shards import ShardThreads
 from tests.foreign_models import ARCHITECTURES, make_foreign_checkpoint, make_foreign_config
 from tests.worker.driver import Driver, admission, batch
 
@@ -252,6 +253,20 @@ def test_flags_that_it_does_not_support_are_refused(flag, value):
         choose_implementation(OTHER, WorkerConfig(**{flag: value}))
     assert caught.value.field == flag
     choose_implementation(LLAMA, WorkerConfig(**{flag: value}))
+
+
+def test_the_first_step_has_one_thread(foreign, monkeypatch):
+    """BigBird replaces modules in its first step. A second thread then ran a model that was replaced in part."""
+    threads, run = [], ShardThreads.run
+
+    def counted(self, jobs, barrier=None):
+        threads.append(len(jobs))
+        return run(self, jobs, barrier)
+
+    monkeypatch.setattr(ShardThreads, "run", counted)
+    started(foreign("gpt2")).runner.close()
+    assert threads[0] == 1
+    assert max(threads) == 2
 
 
 @pytest.mark.parametrize("quantization", ["auto", "none"])

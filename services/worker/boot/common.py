@@ -332,19 +332,19 @@ def _make_cpu_runner(parts: RunnerParts, threads: ShardThreads) -> StepRunner:
 def warm_up(runner: StepRunner) -> None:
     """Run prefills and decodes with every sampling feature, so that no step of a request compiles."""
     limits = runner.limits
+    # A single token comes first. Its step has one thread: code of transformers may change its modules in the first step.
+    # Compilers make separate code for it.
+    for plan in decodes(limits, 1, PLAIN):
+        runner.run(plan)
+    runner.reset()
     rows = min(limits.max_slots, limits.page_count, limits.max_tokens_per_step, 16)
     tokens = min(max(1, limits.page_size - 1), limits.max_context_tokens, limits.max_tokens_per_step // rows)
-    page = np.zeros(1, np.int64)
-    both = every_feature(limits), PLAIN
+    page, both = np.zeros(1, np.int64), (every_feature(limits), PLAIN)
     admissions = tuple(Admission(row, np.zeros(tokens, np.int64), 0, page + row, both[row % 2]) for row in range(rows))
     slots = np.arange(rows)
     runner.run(Plan(1, admissions=admissions, batch=Batch(slots, np.full(rows, tokens))))
     if tokens < min(limits.page_size, limits.max_context_tokens):
         runner.run(Plan(2, batch=Batch(slots, np.ones(rows, np.int64))))
-    runner.reset()
-    # Compilers make separate code for a single token.
-    for plan in decodes(limits, 1, PLAIN):
-        runner.run(plan)
     runner.reset()
 
 
