@@ -65,8 +65,12 @@ def _seconds(run) -> float:
     return began.elapsed_time(ended) / 1000 / _ROUNDS
 
 
-def least_ms(sizes: StepSizes, model: ModelConfig, rates: Rates, *, fp8: bool) -> dict[str, float]:
+def least_ms(
+    sizes: StepSizes, model: ModelConfig, rates: Rates, *, fp8: bool = False, fp8_cache: bool = False
+) -> dict[str, float]:
     """Return milliseconds by part. Each operator is assumed to read and write its values once, in bf16.
+
+    Weights are in fp8 with ``fp8``, and keys and values in the cache with ``fp8_cache``.
 
     The last layer is counted for all tokens, although only sampled tokens continue after its attention. All experts are
     assumed to be equally likely. With unequal probabilities, steps of few tokens read fewer weights.
@@ -75,7 +79,7 @@ def least_ms(sizes: StepSizes, model: ModelConfig, rates: Rates, *, fp8: bool) -
     hidden, wide, dense = model.hidden_size, model.intermediate_size, layers - len(model.experts)
     queries, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
     weight_bytes, rate = (1, rates.fp8 or rates.bf16) if fp8 else (_BF16, rates.bf16)
-    cached = kv * _BF16 * layers  # bytes of a token in the cache
+    cached = kv * (1 if fp8_cache else _BF16) * layers  # bytes of a token in the cache
 
     def product(rows: int, *shapes: tuple[int, int]) -> float:
         """Return the time of products of the given shapes, each bound by arithmetic or by memory."""
@@ -108,7 +112,7 @@ def least_ms(sizes: StepSizes, model: ModelConfig, rates: Rates, *, fp8: bool) -
         "attention own": attention(sizes.own_context, sizes.own_context, singles),
         "attention prefix": attention(sizes.prefix_pairs, sizes.prefix_tokens, in_groups),
         "attention chunks": attention(sizes.chunk_pairs, sizes.chunk_context, sizes.chunk_tokens),
-        "store": 2 * tokens * (queries + kv) * _BF16 * layers / rates.copy,
+        "store": tokens * ((2 * queries + kv) * _BF16 * layers + cached) / rates.copy,
         "norms": 2 * tokens * hidden * _BF16 * (2 * layers + 1) / rates.copy,
         "activation": 3 * tokens * wide * _BF16 * dense / rates.copy,
         "sampling": samples * model.vocab_size * _BF16 / rates.copy,

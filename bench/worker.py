@@ -160,7 +160,8 @@ def _profiled(worker: LocalWorker, feeder: Feeder, plan: Plan, sizes: StepSizes,
     table = profile(step, grouped=sizes.prefix_pairs > 0)
     directory = model_files.read_card(worker.config.model).directory
     model = read_model_config(read_json(directory / "config.json"))
-    least = least_ms(sizes, model, rates, fp8=worker.config.quantization == "fp8")
+    fp8, fp8_cache = worker.config.quantization == "fp8", worker.config.kv_cache_dtype == "fp8"
+    least = least_ms(sizes, model, rates, fp8=fp8, fp8_cache=fp8_cache)
     parts = {
         name: {"ms": table.parts.get(name, 0.0), "least_ms": least[name], "launches": table.counts[name]}
         for name in PARTS

@@ -112,15 +112,18 @@ def test_kernels_are_told_apart_by_name_and_place():
 def test_the_least_time_is_that_of_arithmetic_or_of_bytes():
     model, slow = small_config(), Rates(bf16=1e6, fp8=2e6, copy=1e30)
     sizes = StepSizes(rows=4, tokens=4, samples=4, own_context=40)
-    found = least_ms(sizes, model, slow, fp8=False)
+    found = least_ms(sizes, model, slow)
     assert set(found) == set(PARTS)
     assert found["vocabulary head"] == pytest.approx(2 * 4 * model.hidden_size * model.vocab_size / 1e6 * 1000)
     assert least_ms(sizes, model, slow, fp8=True)["vocabulary head"] == pytest.approx(found["vocabulary head"] / 2)
     experts = small_config(mlp=ExpertsConfig(count=8, chosen=2, width=48))
-    of_experts = least_ms(sizes, experts, slow, fp8=False)["experts"]
+    of_experts = least_ms(sizes, experts, slow)["experts"]
     assert of_experts == pytest.approx(3 * 2 * 4 * 2 * 3 * 64 * 48 / 1e6 * 1000)  # three layers
-    read = least_ms(sizes, experts, Rates(1e30, None, 1e6), fp8=False)["experts"]
+    read = least_ms(sizes, experts, Rates(1e30, None, 1e6))["experts"]
     assert read == pytest.approx(3 * 8 * (1 - 0.75**4) * 3 * 64 * 48 * 2 / 1e6 * 1000)
-    memory = least_ms(sizes, model, Rates(1e30, None, 1e6), fp8=False)
-    assert memory["sampling"] == pytest.approx(4 * model.vocab_size * 2 / 1e6 * 1000)
-    assert memory["attention own"] > 40 * 2 * model.kv_heads * model.head_dim * 2 * len(model.layers) / 1e6 * 1000
+    in_bf16, in_fp8 = (least_ms(sizes, model, Rates(1e30, None, 1e6), fp8_cache=fp8) for fp8 in (False, True))
+    cached = 2 * model.kv_heads * model.head_dim * len(model.layers) / 1e6 * 1000  # time of a byte of each value
+    assert in_bf16["attention own"] - in_fp8["attention own"] == pytest.approx(40 * cached)
+    assert in_bf16["store"] - in_fp8["store"] == pytest.approx(4 * cached)
+    assert in_bf16["sampling"] == pytest.approx(4 * model.vocab_size * 2 / 1e6 * 1000)
+    assert in_bf16["attention own"] > 2 * 40 * cached
