@@ -66,6 +66,17 @@ async def test_a_deployment_stands_it_and_a_wrong_function_is_noticed(tmp_path):
     assert found.shown == []
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+async def test_operators_routes_are_left_out_without_keys(tmp_path):
+    """A pause, or an abort of all requests, stopped valid requests."""
+    found = Findings(tmp_path, CONFIG.seed)
+    with target(tmp_path, keys=False) as running:
+        await running.wait_ready()
+        await HttpFuzzer(CONFIG, running.url, running.credentials, found).run(300)
+    assert found.shown == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_ports_of_a_replica_accept_the_certificates_that_they_should(tmp_path):
