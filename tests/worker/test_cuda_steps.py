@@ -313,6 +313,22 @@ def test_steps_in_flight_do_not_touch_each_others_results(plain, cuda):
     assert outcomes[0] == outcomes[1]
 
 
+@pytest.mark.parametrize("pieces", [0, 96])
+def test_what_only_the_draws_need_is_prepared_while_the_device_computes(cuda, monkeypatch, pieces):
+    from services.worker.runner.cuda.eager import EagerSteps
+    from services.worker.runner.cuda.graphs import DecodeGraph
+    from services.worker.runner.cuda.pieces import StepPieces
+    from services.worker.sampling.fused import FusedSampler
+
+    driver, seen = cuda(8, pieces=pieces), []
+    for owner, name in ((EagerSteps, "run"), (StepPieces, "run"), (DecodeGraph, "run"), (FusedSampler, "prepare")):
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, call=call, name=name: (seen.append(name), call(*given))[1])
+    driver.run(admissions=(admission(0, PROMPTS[0], [0], temperature=0.9, top_k=2),), batch=batch([0], [3]))
+    driver.run(batch=batch([0]))
+    assert seen == ["run", "prepare"] * 2
+
+
 def test_a_step_that_fails_to_launch_gives_its_place_back(cuda, monkeypatch):
     driver = cuda(8)
     driver.run(admissions=(admission(0, [5, 6], [0]),), batch=batch([0], [2]))

@@ -332,7 +332,7 @@ def _make_cpu_runner(parts: RunnerParts, threads: ShardThreads) -> StepRunner:
 def warm_up(runner: StepRunner) -> None:
     """Run prefills and decodes with every sampling feature, so that no step of a request compiles."""
     limits = runner.limits
-    # A single token comes first. Its step has one thread: code of transformers may change its modules in the first step.
+    # A single token comes first, in one thread: code of transformers may change its modules in the first step.
     # Compilers make separate code for it.
     for plan in decodes(limits, 1, PLAIN):
         runner.run(plan)

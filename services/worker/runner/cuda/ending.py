@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from services.common.plan.types import Plan
-from services.worker.runner.cuda.graphs import DecodeGraph
+from services.worker.runner.cuda.graphs import DecodeGraph, WholeStep
 from services.worker.runner.cuda.guide import Guide, NoGuide
 from services.worker.runner.cuda.inputs import Standing, StepArrays, fill_up, padded
 from services.worker.runner.cuda.ring import Place
@@ -57,12 +57,27 @@ class PendingRouted(NamedTuple):
     indices: torch.Tensor  # ``runs.indices``, on the device
 
 
+class Kept(NamedTuple):
+    """The tokens of a micro-batch that the last layer continues with."""
+
+    tokens: torch.Tensor | None = None  # [kept] int32, on the device; None = all tokens
+    runs: PromptRuns | None = None  # the scored ones, behind the sampled ones
+
+
+class Running(NamedTuple):
+    """A micro-batch whose forward pass is launched, eagerly or as piecewise graphs."""
+
+    part: Standing
+    arrays: StepArrays
+    token_slots: torch.Tensor  # [tokens or more] int32, on the device
+    kept: Kept
+
+
 @dataclass(frozen=True)
 class Samples:
     """The rows of a micro-batch that are sampled and scored."""
 
     slots: np.ndarray  # [samples] int64, in the order of the results
-    keep: torch.Tensor | None = None  # [kept] int32, tokens that the last layer continues with; None = all tokens
     order: np.ndarray | None = None  # [samples] int64, which sample is first, second, ... in the batch; None = as is
     drawn: DrawnRows | None = None
     scored: PendingScores | None = None  # behind the drawn rows
@@ -77,26 +92,21 @@ class StepEnd(ABC):
         self._peers, self._max_slots, self.guide = peers, max_slots, guide or NoGuide()
         self._era = Era(max_slots)
 
-    @abstractmethod
-    def prepare(self, part: Standing, arrays: StepArrays, token_slots: torch.Tensor, put: Put) -> Samples:
-        """Put into the upload what the end of an eager or piecewise step needs. ``token_slots [tokens]`` int32."""
+    def keep(self, part: Standing, arrays: StepArrays, put: Put) -> Kept:
+        """Put into the upload with which tokens the last layer of an eager or piecewise step continues."""
+        return Kept()
 
     @abstractmethod
-    def finish(self, plan: Plan, place: Place, leaving: torch.Tensor, samples: Samples, *, reused: bool) -> CudaStep:
+    def finish(self, plan: Plan, place: Place, leaving: torch.Tensor, running: Running, *, reused: bool) -> CudaStep:
         """Launch the end of a step, after its forward pass.
 
-        ``leaving [kept, hidden_size]`` is the output of the forward pass. ``reused``: the next step overwrites it.
+        ``leaving [kept, hidden_size]`` is the output of the forward pass. ``reused``: the next step overwrites it. What
+        only the end needs is prepared here, while the device computes the forward pass.
         """
 
     @abstractmethod
-    def prepare_replay(self, rows: np.ndarray, positions: np.ndarray, graph: DecodeGraph, put: Put) -> Samples | None:
-        """Prepare a step of one token of each slot in ``rows``. Return None if ``graph.whole`` ends the step."""
-
-    def replay(
-        self, plan: Plan, place: Place, graph: DecodeGraph, rows: np.ndarray, samples: Samples | None
-    ) -> CudaStep:
-        """Launch ``graph`` and the end of its step."""
-        return self.finish(plan, place, graph.run(), samples or Samples(rows), reused=True)
+    def replay(self, plan: Plan, place: Place, graph: DecodeGraph, rows: np.ndarray, positions: np.ndarray) -> CudaStep:
+        """Launch ``graph`` and the end of its step, of one token of each slot in ``rows``, at ``positions``."""
 
     def finish_empty(self, plan: Plan, place: Place) -> CudaStep:
         """End a step without a batch."""
@@ -116,16 +126,15 @@ class StepEnd(ABC):
 class SendingEnd(StepEnd):
     """The end of a step on every stage but the last: hidden states go to the next stage."""
 
-    def prepare(self, part: Standing, arrays: StepArrays, token_slots: torch.Tensor, put: Put) -> Samples:
-        return Samples(arrays.sample_slots)
+    def finish(self, plan: Plan, place: Place, leaving: torch.Tensor, running: Running, *, reused: bool) -> CudaStep:
+        return self._send(plan, place, leaving.clone() if reused else leaving, running.arrays.sample_slots)
 
-    def prepare_replay(self, rows: np.ndarray, positions: np.ndarray, graph: DecodeGraph, put: Put) -> Samples:
-        return Samples(rows)
+    def replay(self, plan: Plan, place: Place, graph: DecodeGraph, rows: np.ndarray, positions: np.ndarray) -> CudaStep:
+        return self._send(plan, place, graph.run().clone(), rows)
 
-    def finish(self, plan: Plan, place: Place, leaving: torch.Tensor, samples: Samples, *, reused: bool) -> CudaStep:
-        sent = leaving.clone() if reused else leaving
+    def _send(self, plan: Plan, place: Place, leaving: torch.Tensor, slots: np.ndarray) -> CudaStep:
         place.end(long=True)
-        self._peers.send_hidden(sent, samples.slots)
+        self._peers.send_hidden(leaving, slots)
         return self._step(plan, place)
 
 
@@ -147,52 +156,51 @@ class SamplingEnd(StepEnd):
         self._sampler, self._state, self._table, self._recorder = sampler, state, table, recorder
         self._downloads = torch.cuda.Stream()  # separate, so that a download does not delay uploads of the next step
 
-    def prepare(self, part: Standing, arrays: StepArrays, token_slots: torch.Tensor, put: Put) -> Samples:
+    def keep(self, part: Standing, arrays: StepArrays, put: Put) -> Kept:
         slots, keep, runs = arrays.sample_slots, arrays.keep, find_runs(part.batch, self._table)
         if runs is not None:
             keep = np.concatenate([np.arange(len(slots), dtype=np.int32) if keep is None else keep, runs.tokens])
-        drawn = None
+        elif not len(slots):
+            keep = np.zeros(padded(1), np.int32)  # the last layer needs a token to continue with
+        return Kept(None if keep is None else put(fill_up(keep, padded(len(keep)))), runs)
+
+    def finish(self, plan: Plan, place: Place, leaving: torch.Tensor, running: Running, *, reused: bool) -> CudaStep:
+        place.begin_sampling()
+        batch, arrays, (keep, runs) = running.part.batch, running.arrays, running.kept
+        slots, put, drawn = arrays.sample_slots, place.upload.put, None
         if len(slots):
             settings = self._sampler.prepare(self._table, slots, arrays.sample_positions, put)
-            drawn = DrawnRows(settings, token_slots if keep is None else put(slots.astype(np.int32)))
-        elif runs is None:
-            keep = np.zeros(padded(1), np.int32)  # the last layer needs a token to continue with
-        return Samples(
-            slots,
-            None if keep is None else put(fill_up(keep, padded(len(keep)))),
-            arrays.batch_order,
-            drawn,
-            None if runs is None else PendingScores(runs, put(runs.token_ids)),
-            self._find_routed(part.batch.slots, part.batch.token_counts, put),
-        )
+            drawn = DrawnRows(settings, running.token_slots if keep is None else put(slots.astype(np.int32)))
+        scored = None if runs is None else PendingScores(runs, put(runs.token_ids))
+        routed = self._find_routed(batch.slots, batch.token_counts, put)
+        return self._finish(plan, place, leaving, Samples(slots, arrays.batch_order, drawn, scored, routed))
 
-    def prepare_replay(self, rows: np.ndarray, positions: np.ndarray, graph: DecodeGraph, put: Put) -> Samples | None:
+    def replay(self, plan: Plan, place: Place, graph: DecodeGraph, rows: np.ndarray, positions: np.ndarray) -> CudaStep:
         if graph.whole is not None and self._table.are_plain(rows, positions):
-            return None
-        settings = self._sampler.prepare(self._table, rows, positions, put, graph.size)
+            return self._replay_whole(plan, place, graph.whole, rows)
+        leaving, put = graph.run(), place.upload.put
+        place.begin_sampling()
+        drawn = DrawnRows(self._sampler.prepare(self._table, rows, positions, put, graph.size), graph.inputs.slots)
         routed = self._find_routed(rows, np.ones_like(rows), put)
-        return Samples(rows, drawn=DrawnRows(settings, graph.inputs.slots), routed=routed)
+        return self._finish(plan, place, leaving, Samples(rows, drawn=drawn, routed=routed))
+
+    def _replay_whole(self, plan: Plan, place: Place, whole: WholeStep, rows: np.ndarray) -> CudaStep:
+        peers = self._peers
+        whole.replay()
+        if not peers.first:
+            peers.send_tokens(whole.token_ids[: len(rows)].clone())
+        place.end(long=len(rows) > _SHORT_ROWS or not peers.reports)
+        return self._step(plan, place, rows if peers.reports else _NO_SLOTS)
 
     def _find_routed(self, rows: np.ndarray, counts: np.ndarray, put: Put) -> PendingRouted | None:
         """Put the cache indices of the experts that the result carries into the upload."""
         runs = find_routed(rows, counts, self._table) if self._recorder is not None and self._peers.reports else None
         return None if runs is None else PendingRouted(runs, put(runs.indices))
 
-    def replay(
-        self, plan: Plan, place: Place, graph: DecodeGraph, rows: np.ndarray, samples: Samples | None
-    ) -> CudaStep:
-        if samples is not None or graph.whole is None:
-            return super().replay(plan, place, graph, rows, samples)
-        peers = self._peers
-        graph.whole.replay()
-        if not peers.first:
-            peers.send_tokens(graph.whole.token_ids[: len(rows)].clone())
-        place.end(long=len(rows) > _SHORT_ROWS or not peers.reports)
-        return self._step(plan, place, rows if peers.reports else _NO_SLOTS)
-
-    def finish(self, plan: Plan, place: Place, leaving: torch.Tensor, samples: Samples, *, reused: bool) -> CudaStep:
+    def _finish(self, plan: Plan, place: Place, leaving: torch.Tensor, samples: Samples) -> CudaStep:
+        """Upload what was prepared, and launch the sampling."""
+        place.send()
         peers, drawn = self._peers, samples.drawn
-        place.begin_sampling()
         scores = self._score(leaving, samples)
         sampled, failures = (None, {}) if drawn is None else self._sample(place, leaving, drawn)
         routed = self._gather(samples)

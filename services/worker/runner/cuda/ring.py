@@ -13,6 +13,8 @@ _PLACES = 4
 # Bytes of the upload buffer for each token or row of a step. Page tables may need more, which are uploaded separately.
 _BYTES_PER_ROW = 128
 _SMALLEST_UPLOAD = 1 << 20
+# Uploads of up to this many bytes use the stream of the kernels: a second stream takes more time than it saves.
+_SHORT_UPLOAD = 16 * 1024
 # Interval of checks for a failure of the device while the host waits for a place.
 _POLL_S = 1.0
 
@@ -30,7 +32,7 @@ class Place:
         self.results = torch.empty(limits.max_slots, dtype=torch.int32, device=device)
         self.host_results = ring.host_results[index]
         self.tokens = self.host_results.numpy()  # the same memory
-        self.uploaded = torch.cuda.Event()
+        self._uploaded = torch.cuda.Event()
         self.started = torch.cuda.Event(enable_timing=True)
         self.forwarded: torch.cuda.Event | None = None  # the start of sampling; None = not measured
         self.ended: torch.cuda.Event = None  # type: ignore[assignment]  # set by ``end``; the next step reads it as well
@@ -40,6 +42,16 @@ class Place:
         # A wait for the first event takes no processor time. A wait for the second ends without delay.
         self._long, self._short = torch.cuda.Event(blocking=True), torch.cuda.Event()
         self._done: torch.cuda.Event = None  # type: ignore[assignment]  # set by ``end``
+
+    def send(self) -> None:
+        """Upload the arrays that were put since the last call. Later launches find them on the device."""
+        if self.upload.waiting <= _SHORT_UPLOAD:
+            self.upload.send()
+            return
+        with torch.cuda.stream(self.ring.uploads):
+            self.upload.send()
+            self._uploaded.record()
+        torch.cuda.current_stream().wait_event(self._uploaded)
 
     def begin_sampling(self) -> None:
         """Record that the forward pass is launched."""
@@ -73,6 +85,7 @@ class Ring:
     """The places, used in turn: one for each micro-batch of a step."""
 
     def __init__(self, limits: WorkerLimits, device: torch.device) -> None:
+        self.uploads = torch.cuda.Stream()
         # Enough for two steps: a step must not wait for its own places, while the previous one holds as many.
         self.places = max(_PLACES, 2 * limits.max_micro_batches if limits.max_micro_batches > 1 else 0)
         # Sampled tokens by place.

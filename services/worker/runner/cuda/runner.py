@@ -18,7 +18,7 @@ from services.worker.parallel.errors import ParallelError
 from services.worker.runner.base import DeviceLost
 from services.worker.runner.cuda.block import append, fill_in, fill_in_groups
 from services.worker.runner.cuda.eager import EagerSteps
-from services.worker.runner.cuda.ending import SamplingEnd, SendingEnd, StepEnd
+from services.worker.runner.cuda.ending import Running, SamplingEnd, SendingEnd, StepEnd
 from services.worker.runner.cuda.graphs import DecodeGraphs, Forward, FoundGraph
 from services.worker.runner.cuda.inputs import Standing, StepArrays, build, fill_up, split
 from services.worker.runner.cuda.pieces import StepPieces
@@ -35,9 +35,6 @@ from services.worker.step.slots import SlotTable
 
 if TYPE_CHECKING:
     from services.worker.models.skinny_cuda import SkinnyDecoder
-
-# Uploads of up to this many bytes use the stream of the kernels: a second stream takes more time than it saves.
-_SHORT_UPLOAD = 16 * 1024
 
 
 class CudaRunner:
@@ -75,7 +72,6 @@ class CudaRunner:
         self._peers.receive_into(state.last_tokens)
         with torch.inference_mode():  # compilers make separate code for inference tensors
             self._ring = Ring(limits, self._device)
-        self._uploads = torch.cuda.Stream()
         self._eager = EagerSteps(forward, attention, self._peers)
         self._graphs: DecodeGraphs | None = None
         self._pieces: StepPieces | None = None
@@ -208,7 +204,7 @@ class CudaRunner:
     def _run_empty(self, plan: Plan, place: Place, changes: PageChanges) -> CudaStep:
         """Run a step without a batch."""
         updates = self._updates(plan, place, changes)
-        self._upload(place)
+        place.send()
         place.started.record()
         updates.apply(self._state, self.cache)
         return self._end.finish_empty(plan, place)
@@ -244,13 +240,12 @@ class CudaRunner:
         if tiles is not None and part.prefix_tokens is not None:
             fill_in_groups(fields, part.prefix_tokens, tiles)
         updates = self._updates(plan, place, NO_CHANGES if append(fields, changes) else changes)
-        samples = self._end.prepare_replay(rows, begins + 1, graph, place.upload.put)
-        self._upload(place)
+        place.send()
         graph.send(place.index)
         entering = self._enter(place, part, graph.size)
         updates.apply(self._state, self.cache)
         graph.enter(entering)
-        return self._end.replay(plan, place, graph, rows, samples)
+        return self._end.replay(plan, place, graph, rows, begins + 1)
 
     def _launch(self, plan: Plan, place: Place, changes: PageChanges, part: Standing, arrays: StepArrays) -> CudaStep:
         """Run a micro-batch eagerly or as piecewise graphs."""
@@ -262,12 +257,12 @@ class CudaRunner:
         )
         decodes = arrays.decodes if arrays.chunks is not None else size
         prefix = None if arrays.prefix_tokens is None else put(fill_up(arrays.prefix_tokens, decodes))
-        samples = self._end.prepare(part, arrays, slots, put)
+        kept = self._end.keep(part, arrays, put)
         batch = CudaBatch(
             slots, positions, self._state.page_table, decodes, arrays.longest, arrays.chunks, arrays.groups, prefix
         )
         attention: Any = launcher.prepare(size, arrays, batch, self._slots.page_table, put)
-        self._upload(place)
+        place.send()
         entering = self._enter(place, part, size)
         updates.apply(self._state, self.cache)
         token_ids = gather_inputs(
@@ -275,12 +270,12 @@ class CudaRunner:
         )
         entering = token_ids if entering is None else entering
         if self._recorder is None:
-            leaving = launcher.run(size, entering, positions, attention, samples.keep)
+            leaving = launcher.run(size, entering, positions, attention, kept.tokens)
         else:  # the last layer must choose experts for all tokens, also for those that are not sampled from
             leaving = launcher.run(size, entering, positions, attention, None)
-            leaving = leaving if samples.keep is None else leaving.index_select(0, samples.keep)
+            leaving = leaving if kept.tokens is None else leaving.index_select(0, kept.tokens)
             self._recorder.store_at(slots, positions, self._state.page_table)
-        return self._end.finish(plan, place, leaving, samples, reused=launcher.reuses_output)
+        return self._end.finish(plan, place, leaving, Running(part, arrays, slots, kept), reused=launcher.reuses_output)
 
     def _choose_launcher(self, tokens: int) -> tuple[EagerSteps | StepPieces, int]:
         """Return the launcher of a step of ``tokens`` tokens, and the padded token count."""
@@ -299,13 +294,3 @@ class CudaRunner:
 
     def _updates(self, plan: Plan, place: Place, changes: PageChanges) -> Updates:
         return Updates.put(changes, plan, self.limits.max_pages_per_slot, place.upload.put)
-
-    def _upload(self, place: Place) -> None:
-        """Upload the arrays of the step. Later launches find them on the device."""
-        if place.upload.used <= _SHORT_UPLOAD:
-            place.upload.send()
-            return
-        with torch.cuda.stream(self._uploads):
-            place.upload.send()
-            place.uploaded.record()
-        torch.cuda.current_stream().wait_event(place.uploaded)
