@@ -17,7 +17,7 @@ from services.common.addresses import is_loopback
 from services.common.flags import Config, Int, Strings
 from services.common.host.descriptors import raise_limit
 
-# One H200, random weights of the Llama-3.2-1B shape, the same prompts and sampling; see docs/performance.md.
+# One H200, random weights of the Llama-3.2-1B shape, the same prompts and sampling; see docs/performance/gpu.md.
 # Throughput is in output tokens per second, latency in milliseconds per output token by number of concurrent streams.
 H200 = {
     "monkeys": {"tokasaurus-0.0.4": 59200, "vllm-0.26.0": 28700},

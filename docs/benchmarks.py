@@ -1,4 +1,4 @@
-"""Draws ``docs/benchmarks.png`` from the figures of ``docs/performance.md``: ``python docs/benchmarks.py``.
+"""Draws ``docs/benchmarks.png`` from the figures of ``docs/performance/gpu.md``: ``python docs/benchmarks.py``.
 
 Each figure is written as it is there (``tests/docs/test_benchmarks.py``). This server ran without a tuning flag.
 The original ran with the flags that its authors advise. Where others have a range, the better end is shown.

@@ -19,6 +19,7 @@ ROOMS = (
     "README.md",
     "bench",
     "docs/*.md",
+    "docs/performance",
     "docs/reference",
     "protos",
     "services/cli/*.py",

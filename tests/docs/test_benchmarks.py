@@ -14,7 +14,7 @@ def program() -> dict[str, Any]:
 
 
 def test_every_figure_of_the_plot_is_one_of_the_measurements(program):
-    measured = (ROOT / "docs" / "performance.md").read_text()
+    measured = (ROOT / "docs" / "performance" / "gpu.md").read_text()
     for bar in (*program["SAMPLING"], *program["MIXED"], *program["LATENCY"]):
         for figure in bar.figures:
             assert f" {figure} " in measured, f"{bar.name}: {figure}"

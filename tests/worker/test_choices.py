@@ -65,7 +65,7 @@ def choices(device: Device, shape: str = "llama-1b", **flags: Any) -> tuple[Chos
     ],
 )
 def test_an_h200_gets_the_sizes_that_were_tuned_by_hand(shape, expected):
-    """The sizes are those of docs/performance.md."""
+    """The sizes are those of docs/performance/gpu.md."""
     for flags in ({}, {"quantization": "fp8"}):
         chosen, _ = choices(gpu(139), shape, **flags)
         found = {name: getattr(chosen, name) for name in expected}

@@ -51,7 +51,7 @@ class WorkerFlags(Config):
     kv_cache_dtype: Annotated[Literal["auto", "fp8"], CudaOnly("leave it at kv_cache_dtype=auto")] = Field(
         "auto",
         description="auto: the model's; fp8 (cuda): keys and values take half the memory, at a loss of accuracy that"
-        " docs/performance.md gives",
+        " docs/performance/experts-and-quantized-weights.md gives",
     )
     return_routed_experts: Bool = Field(
         False,

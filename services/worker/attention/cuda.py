@@ -289,7 +289,7 @@ def _plan_spans(
 
 
 def fastest_spans(head_dim: int) -> str:
-    """Return the fastest backend for spans, as measured on an H200 in bfloat16 (docs/performance.md)."""
+    """Return the fastest backend for spans, as measured on an H200 in bfloat16 (docs/performance/kernels.md)."""
     return "triton" if head_dim <= 64 else "flashinfer-fa3"
 
 

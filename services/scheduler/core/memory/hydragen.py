@@ -22,8 +22,8 @@ class HydragenPolicy:
     layer. So the rule does not depend on the model.
 
     The constants were measured for one layer on an H200: 32 query and 8 KV heads of 64, bf16, 32 groups of 256
-    sequences, and a prefix of 704 tokens (docs/performance.md). The prefixes took 0.16 ms, and 110 own tokens of each
-    sequence took 0.45 ms.
+    sequences, and a prefix of 704 tokens (docs/performance/kernels.md). The prefixes took 0.16 ms, and 110 own tokens
+    of each sequence took 0.45 ms.
 
     * A KV token is 2 KiB, and takes 0.45 ms / (8,192 rows x 110 tokens) = 0.5 ns. The cost of a row that does not
       depend on its length is the same with and without a group, so it cancels.
