@@ -32,9 +32,9 @@ from services.worker.boot.precompile.background import KernelCompiler
 from services.worker.boot.precompile.job import GpuTarget, Job
 from services.worker.boot.progress import BootProgress
 from services.worker.boot.rehearsal import PLAIN, decodes, every_feature, mixed
+from services.worker.boot.replica import join_replica
 from services.worker.boot.sources import open_model
 from services.worker.described.choices import (
-    NAMES,
     Device,
     FlagChoice,
     agree,
@@ -59,7 +59,6 @@ from services.worker.models.expert_load import ExpertLoad
 from services.worker.parallel.errors import ParallelError
 from services.worker.parallel.exchange import make_exchanges
 from services.worker.parallel.group import RankGroup
-from services.worker.parallel.rendezvous import INSTALLED
 from services.worker.runner.base import Runner
 from services.worker.runner.peers import Peers
 from services.worker.runner.routed_experts import ExpertRecorder
@@ -69,12 +68,6 @@ from services.worker.sampling.grammars import SlotGrammars, load_grammars
 
 # More micro-batches than any pipeline schedule uses.
 _MAX_MICRO_BATCHES = 128
-# Flags that must be equal on all workers of a replica, since they run the same plans.
-_SHARED_FLAGS = (
-    *("model", "tp_size", "pp_size", "pp_layers", "dp_rank", "dtype", "load_format", "expert_parallel"),
-    *("return_routed_experts", "kv_cache_dtype", "page_size", "max_context_tokens"),
-    *("piecewise_cudagraph_max_tokens", "async_tp_threshold", *NAMES),
-)
 
 log = structlog.get_logger(__name__)
 
@@ -151,7 +144,7 @@ def boot(
         source.check()
     with contextlib.ExitStack() as undo, contextlib.closing(compiler) if compiler else contextlib.nullcontext():
         with progress.phase("replica") if not ranks.alone else contextlib.nullcontext():
-            group = _join_replica(config, ranks, device, dtype, described.head_dim)
+            group = join_replica(config, ranks, device, dtype, described.head_dim)
         if group is not None:
             undo.callback(group.close)
             if on_lost is not None:
@@ -364,19 +357,6 @@ def _dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:
     automatic = "float32" if device.type == "cpu" else "bfloat16"
     dtype: torch.dtype = getattr(torch, automatic if config.dtype == "auto" else config.dtype)
     return dtype
-
-
-def _join_replica(
-    config: WorkerConfig, ranks: Ranks, device: torch.device, dtype: torch.dtype, head_dim: int
-) -> RankGroup | None:
-    """Wait for the other workers of the replica, and return the connections. Return None for a single rank."""
-    if ranks.alone:
-        return None
-    settings = config.model_dump(mode="json", include=set(_SHARED_FLAGS))
-    settings |= {"device": device.type, "dtype": _name(dtype)}
-    # With FlashInfer, other steps are CUDA graphs. All ranks must launch the same steps in the same way.
-    settings |= {INSTALLED: device.type == "cuda" and flashinfer_spans.available(head_dim, dtype)}
-    return RankGroup(ranks, config.master_addr, config.master_port, device, settings)
 
 
 def _threads(config: ChosenWorkerConfig, device: torch.device, ranks: Ranks) -> ShardThreads:
