@@ -6,7 +6,7 @@ import pytest
 
 from services.worker.sampling import grammar_timeouts
 from services.worker.sampling.grammar_state import GrammarState
-from services.worker.sampling.grammar_timeouts import TOKEN_TIMEOUT_S, GrammarTimeouts
+from services.worker.sampling.grammar_timeouts import TOKEN_TIMEOUT_S, call_timed
 
 
 class Clock:
@@ -30,12 +30,11 @@ class Clock:
 
 @pytest.fixture
 def run(monkeypatch):
-    def run(calls: int, *costs: float, bounded: bool = True) -> list[str]:
+    def run(calls: int, *costs: float) -> list[str]:
         clock, states = Clock(*costs), [GrammarState(Future()) for _ in costs]
         monkeypatch.setattr(grammar_timeouts, "time", clock)
-        timeouts = GrammarTimeouts(bounded=bounded)
         for _ in range(calls):
-            timeouts.call(states, clock.one, clock.together)
+            call_timed(states, clock.one, clock.together)
         return [state.failure.message if state.failure else "" for state in states]
 
     return run
@@ -55,9 +54,3 @@ def test_of_several_the_slow_one_fails_at_its_next_token(run):
 
 def test_many_that_are_slow_together_only_stay(run):
     assert run(50, *[TOKEN_TIMEOUT_S / 10] * 20) == [""] * 20
-
-
-def test_a_rank_that_does_not_report_has_all_the_time(run):
-    assert run(3, 2 * TOKEN_TIMEOUT_S, 2 * TOKEN_TIMEOUT_S, bounded=False) == ["", ""]
-    assert run(3, 2 * TOKEN_TIMEOUT_S, bounded=False) == [""]
-    assert GrammarTimeouts(bounded=False).deadline() is None

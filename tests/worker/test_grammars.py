@@ -221,8 +221,9 @@ def test_logits_that_are_not_numbers_are_the_reason_also_with_a_grammar(runner_f
     assert [dict(output.failures) for output in outputs] == [{}, {}]
 
 
-def masks_of(grammars: SlotGrammars, slot: int) -> np.ndarray:
-    return grammars.masks(np.array([slot])).allowed(96)[0]
+def masks_of(grammars: SlotGrammars, *slots: int, vocab_size: int = 96) -> np.ndarray:
+    """Return which tokens each slot allows, ``[slots, vocab_size]``."""
+    return RowMasks(np.arange(len(slots)), grammars.masks(np.array(slots))).allowed(vocab_size)
 
 
 @pytest.fixture
@@ -250,7 +251,7 @@ def test_a_mask_allows_what_the_grammar_accepts_and_nothing_else(ascii_slots):
         ascii_slots.apply(_Plan(admission(5, [7], [0], grammar=grammar)))
         walked, judge = [], ascii_grammars().matcher(grammar)
         for choice in choices:
-            allowed = masks_of(ascii_slots, 5)
+            [allowed] = masks_of(ascii_slots, 5)
             accepted = [judge.deep_copy().consume_token(token) for token in range(96)]
             assert allowed.tolist() == accepted, ascii_tokenizer().decode(walked)
             token = int(np.resize(np.flatnonzero(allowed), 96)[choice])
@@ -270,9 +271,9 @@ def test_a_model_may_have_fewer_tokens_than_its_tokenizer_or_more(vocab_size):
     grammars = SlotGrammars(ascii_grammars(), vocab_size)
     kinds = "start: /[a-z]/", 'start: "z"'
     grammars.apply(_Plan(*(admission(slot, [7], [0], grammar=kind) for slot, kind in enumerate(kinds))))
-    masks = grammars.masks(np.array([1, 0]))
+    masks = masks_of(grammars, 1, 0, vocab_size=vocab_size)
     letters = [token for token in range(66, 92) if token < vocab_size]
-    assert np.flatnonzero(masks.allowed(vocab_size)[1]).tolist() == letters
+    assert np.flatnonzero(masks[1]).tolist() == letters
     missing = vocab_size <= 91  # "z" is not among the model's tokens
     assert list(grammars.failures(np.array([0, 1]))) == ([1] if missing else [])
     if missing:
@@ -287,7 +288,7 @@ def test_a_token_that_ends_a_sequence_is_no_text_of_an_answer():
     grammars.apply(Driver(None).plan(admissions=(admission(0, [5], [0], grammar="start: /[ab]{2}/"),)))
     slot = np.zeros(1, np.int64)
     for expected in ([second], [second], [0, first]):
-        assert np.flatnonzero(grammars.masks(slot).allowed(96)[0]).tolist() == sorted(expected)
+        assert np.flatnonzero(masks_of(grammars, 0)[0]).tolist() == sorted(expected)
         grammars.consume(slot, np.array([second]))
     grammars.close()
 

@@ -1,6 +1,7 @@
 """The boot: makes a runner from flags. Chooses the device, loads weights, sizes the cache and compiles every kernel."""
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -103,7 +104,8 @@ class RunnerParts(NamedTuple):
     config: ChosenWorkerConfig
     model: RankModel
     group: RankGroup | None = None  # None = one rank
-    grammars: SlotGrammars | None = None  # None = a rank of the replica does not support them
+    grammars: SlotGrammars | None = None  # None = not supported, or this rank does not report
+    mask_words: int = 0  # of a grammar's mask; 0 = grammars are not supported
     arena: TensorArena | None = None  # of the KV cache; None = the cache is never given back
 
 
@@ -174,7 +176,7 @@ def boot(
             chosen, choices = disable_uncapturable_graphs(config.use_cudagraphs, chosen, choices, model)
         log.info("weights loaded", model=card.name, device=str(device), seconds=round(time.perf_counter() - started, 2))
         memory, cache_arena = _move_weights(source, model)
-        parts = RunnerParts(chosen, model, group, _load_grammars(config, card, group), cache_arena)
+        parts = RunnerParts(chosen, model, group, *_load_grammars(config, card, group), cache_arena)
         if chosen.torch_compile:
             compile_model(model)
         with refusing_what_cannot_be_compiled() if chosen.torch_compile else contextlib.nullcontext():
@@ -216,12 +218,16 @@ def device_facts(device: torch.device, group: RankGroup | None) -> Device:
     return Device("cpu" if device.type == "cpu" else "cuda", name, free, total, processors, capability)
 
 
-def _load_grammars(config: WorkerConfig, card: model_files.ModelCard, group: RankGroup | None) -> SlotGrammars | None:
-    """Return the grammars, or None if a rank of the replica has no tokenizer that supports them."""
+def _load_grammars(
+    config: WorkerConfig, card: model_files.ModelCard, group: RankGroup | None
+) -> tuple[SlotGrammars | None, int]:
+    """Return the grammars if this rank reports, and the words of a mask, or 0 if grammars are not supported."""
+    if group is not None and not group.ranks.reports:
+        return None, group.least(sys.maxsize)
     found = load_grammars(config.tokenizer or str(card.directory), card)
-    supported = found is not None if group is None else group.least(int(found is not None))
-    reports = group is None or group.ranks.reports
-    return SlotGrammars(found, card.vocab_size, reports=reports) if found is not None and supported else None
+    grammars = None if found is None else SlotGrammars(found, card.vocab_size)
+    words = 0 if grammars is None else grammars.words
+    return grammars, words if group is None else group.least(words)
 
 
 def make_limits(
@@ -296,20 +302,19 @@ def _make_cpu_runner(parts: RunnerParts, threads: ShardThreads) -> StepRunner:
     """Return a runner for a CPU that has run every kind of step, together with the other ranks."""
     from services.worker.models.fused_cpu import FusedDecoder, supports  # loads numba
 
-    config, model, group, grammars, arena = parts
+    config, model, group, grammars, mask_words, arena = parts
     page_count = cast(int, config.page_count)  # ``choose`` replaces ``auto`` on CPUs
     cache = make_cache(config, model, page_count, arena)
     layers = model.attention_layers()
     attention = make_attention(cache, model.local.heads, layers, compiled=config.torch_compile, dtype=model.dtype)
     fused = FusedDecoder(model, cache) if supports(model) else None
     micro_batches = _MAX_MICRO_BATCHES if model.ranks.pp_size > 1 else 1
-    more: dict[str, Any] = {"max_micro_batches": micro_batches, "grammars": grammars is not None}
+    more: dict[str, Any] = {"max_micro_batches": micro_batches, "grammars": mask_words > 0}
     limits = make_limits(config, model, page_count, **more)
     exchanges = make_exchanges(model.ranks, model.config.hidden_size * model.dtype.itemsize)
     peers = Peers(group, exchanges, model.config.hidden_size, model.dtype)
-    grammars = grammars if model.last else None
     recorder = make_recorder(model, cache, limits)
-    runner = StepRunner(model, cache, attention, limits, threads, fused, grammars, peers, recorder)
+    runner = StepRunner(model, cache, attention, limits, threads, fused, grammars, peers, recorder, mask_words)
     if group is not None:
         group.wait_for_all()
     warm_up(runner)

@@ -60,7 +60,7 @@ def make_runner(parts: RunnerParts, progress: BootProgress | None = None) -> Cud
     All ranks of the group must call this. They run the same steps. Raises ``InvalidRequest`` if the cache does
     not fit, with the size that does.
     """
-    config, model, group, _, arena = parts
+    config, model, group, arena = parts.config, parts.model, parts.group, parts.arena
     progress = progress or BootProgress()
     device = model.device
     exchanges = _exchanges(parts)
@@ -243,9 +243,9 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def assemble(parts: RunnerParts, cache: KvCache, exchanges: Exchanges) -> CudaRunner:
     """Return a runner over ``cache`` that has run no step yet."""
-    config, model, group, grammars, _ = parts
+    config, model, group, grammars, mask_words, _ = parts
     micro_batches = _MAX_MICRO_BATCHES if model.ranks.pp_size > 1 else 1
-    more: dict[str, Any] = {"max_micro_batches": micro_batches, "grammars": grammars is not None}
+    more: dict[str, Any] = {"max_micro_batches": micro_batches, "grammars": mask_words > 0}
     limits = make_limits(config, model, cache.page_count, hydragen=True, **more)
     attention = CudaAttention(
         cache,
@@ -258,11 +258,12 @@ def assemble(parts: RunnerParts, cache: KvCache, exchanges: Exchanges) -> CudaRu
     )
     device = cache.all_keys.device
     state, sampler = DeviceState.empty(limits, device), None
-    grammars = grammars if model.last else None
     if model.last:
-        mask_shape = None if grammars is None else (limits.max_slots, grammars.words)
-        vocab_size = model.config.vocab_size
-        sampler = FusedSampler(model.project, vocab_size, device, cache.tokens, state.page_table, mask_shape=mask_shape)
+        shared = cache.tokens, state.page_table
+        masks: dict[str, Any] = {}
+        if mask_words:
+            masks = {"mask_shape": (limits.max_slots, mask_words), "total": exchanges.of(1).total}
+        sampler = FusedSampler(model.project, model.config.vocab_size, device, *shared, **masks)
     peers = Peers(group, exchanges, model.config.hidden_size, model.dtype)
     recorder = make_recorder(model, cache, limits, peers.grain)
     return CudaRunner(model.forward, cache, attention, sampler, state, limits, peers, grammars, recorder)

@@ -58,15 +58,19 @@ class StepRunner:
         grammars: SlotGrammars | None = None,
         peers: Peers | None = None,
         recorder: ExpertRecorder | None = None,
+        mask_words: int = 0,
     ) -> None:
-        """``fused`` runs decode steps instead of ``model``. ``grammars`` is None if grammars are not supported.
+        """``fused`` runs decode steps instead of ``model``.
+
+        ``grammars``: None = grammars are not supported, or another rank reports. Then ``mask_words`` is the number of
+        words of its masks.
 
         ``peers``: None = one rank. Several ranks need one thread each, since all must call their collectives in the
         same order. ``recorder``: None = results carry no experts. It needs one thread.
         """
         self.limits = limits
         self.model, self.cache, self._attention, self._threads = model, cache, attention, threads
-        self._fused, self._grammars = fused, grammars
+        self._fused, self._grammars, self._mask_words = fused, grammars, mask_words
         self._device = model.device
         self._slots = SlotTable(limits, self._device)
         self._peers, self._recorder = peers or Peers(), recorder
@@ -309,12 +313,19 @@ class StepRunner:
         return sample(hidden, self.model.logits, slots, positions, self._slots, vocab, tokens, masks, plain)
 
     def _masks(self, slots: np.ndarray) -> RowMasks | None:
-        """Return the grammar masks of rows that sample for ``slots [samples]``. Mark slots with failed grammars."""
-        if self._grammars is None or not self._slots.masked[slots].any():
+        """Return the grammar masks of rows that sample for ``slots [samples]``. Mark slots with failed grammars.
+
+        All ranks of the stage have the same masks: to those of the reporting rank, the others add zeros.
+        """
+        rows = np.flatnonzero(self._slots.masked[slots])
+        if not len(rows):
             return None
-        masks = self._grammars.masks(slots)
-        self._slots.failed[list(self._grammars.failures(slots))] = True
-        return masks
+        if self._grammars is None:
+            bits = np.zeros((len(rows), self._mask_words), np.int32)
+        else:
+            bits = self._grammars.masks(slots[rows])
+            self._slots.failed[list(self._grammars.failures(slots[rows]))] = True
+        return RowMasks(rows, self._peers.exchange(1).total(torch.from_numpy(bits)).numpy())
 
     def _failures(self, sampled: Sampled) -> dict[int, Failure]:
         """Return the failures of grammars by slot."""

@@ -59,15 +59,17 @@ class FusedSampler:
         slice_elements: int = _SLICE_ELEMENTS,
         chunk_rows: int = _CHUNK_ROWS,
         mask_shape: tuple[int, int] | None = None,
+        total: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
     ) -> None:
         """Allocate the buffers.
 
         ``to_logits`` maps hidden ``[n, hidden_size]`` to logits ``[n, vocab_size or more]`` in bf16, fp16 or fp32.
         ``tokens [page_count, page_size]`` int32 are the token ids of the cache, and ``page_table [max_slots,
         max_pages]`` int32 is on the device. Kernels for penalties and thinking budgets read both. ``mask_shape`` is
-        the maximum number of rows with a grammar in a step, and the words of a mask; None disables grammars.
+        the maximum number of rows with a grammar in a step, and the words of a mask; None disables grammars. ``total``
+        returns the sum over the ranks of the stage, as ``Exchange.total`` does.
         """
-        self._to_logits, self._vocab = to_logits, vocab_size
+        self._to_logits, self._vocab, self._total = to_logits, vocab_size, total
         self._tokens, self._page_table = tokens, page_table
         self._blocks = -(-vocab_size // NOISE_BLOCK)
         self._width = 1 << (self._blocks - 1).bit_length()
@@ -81,8 +83,9 @@ class FusedSampler:
         self._counts = torch.empty(chunk_rows, vocab_size, dtype=torch.int32, device=device)
         self._chunk_rows = chunk_rows
         if mask_shape is not None:
-            # Grammar masks of a step. The host fills them before ``run``; the launches of ``run`` read them.
-            self.masks = torch.empty(mask_shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+            # Grammar masks of a step. The host of the reporting rank fills them before ``run``; the launches of ``run``
+            # read them. Those of other ranks stay zero, so the sum over the ranks is the masks of the reporting one.
+            self.masks = torch.zeros(mask_shape, dtype=torch.int32, pin_memory=device.type == "cuda")
             self._bits = torch.empty(chunk_rows, mask_shape[1], dtype=torch.int32, device=device)
 
     def prepare(
@@ -224,9 +227,9 @@ class FusedSampler:
 
     def _mask(self, copies: torch.Tensor, masked: Masked) -> None:
         count, words = len(masked.rows), self._bits.shape[1]
-        self._bits[:count].copy_(self.masks[masked.start : masked.start + count], non_blocking=True)
+        bits = self._bits[:count].copy_(self.masks[masked.start : masked.start + count], non_blocking=True)
         rule_out[(count, -(-self._vocab // _COLUMNS))](
-            copies, masked.rows, self._bits, words, self._vocab, BLOCK=_COLUMNS
+            copies, masked.rows, self._total(bits), words, self._vocab, BLOCK=_COLUMNS
         )
 
     def _force(self, copies: torch.Tensor, forced: Forced) -> None:

@@ -20,9 +20,9 @@ class GrammarState:
         self._pending: Future[LLMatcher | None] | None = matcher  # None = the sequence is unconstrained
         self._matcher: LLMatcher | None = None  # result of ``_pending``
         self.failure: Failure | None = None
-        self.timed_calls = 0  # number of further calls that are timed alone, see ``GrammarTimeouts``
+        self.timed_calls = 0  # number of further calls that are timed alone, see ``call_timed``
 
-    def matcher(self, deadline: float | None = None) -> LLMatcher | None:
+    def matcher(self, deadline: float) -> LLMatcher | None:
         """Return the matcher, or None if the sequence has ended or failed and so is unconstrained.
 
         Blocks until the grammar is compiled. At ``deadline``, by ``time.monotonic``, the sequence fails.
@@ -30,8 +30,7 @@ class GrammarState:
         if self._matcher is not None or self._pending is None:
             return self._matcher
         try:
-            timeout = None if deadline is None or self._pending.done() else max(0.0, deadline - time.monotonic())
-            matcher = self._pending.result(timeout)
+            matcher = self._pending.result(max(0.0, deadline - time.monotonic()))
         except InvalidRequest as error:
             self.fail(str(error), forbidden=error.reason == FORBIDDEN_TOKENS)
             return None

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import structlog
-from llguidance import LLExecutor
+from llguidance import LLExecutor, LLMatcher
 
 from services.common.errors import InvalidRequest
 from services.common.model.files import ModelCard
@@ -14,7 +14,7 @@ from services.common.plan.types import Plan
 from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
 from services.worker.sampling.grammar_state import GrammarState
-from services.worker.sampling.grammar_timeouts import GrammarTimeouts
+from services.worker.sampling.grammar_timeouts import call_timed, compile_deadline
 from services.worker.sampling.matchers import Matchers
 from services.worker.step.output import Failure
 
@@ -58,19 +58,17 @@ class RowMasks(NamedTuple):
 class SlotGrammars:
     """Grammar states of all slots.
 
-    Owned by the compute thread. Several threads may call ``masks`` and ``fill`` concurrently for different slots.
+    Only the reporting rank of a replica has them, because time limits depend on its clock. The other ranks of its stage
+    receive its masks. Owned by the compute thread. Several threads may call ``masks`` and ``fill`` concurrently for
+    different slots.
     """
 
-    def __init__(self, grammars: Grammars, vocab_size: int, *, reports: bool = True) -> None:
-        """``vocab_size`` is the model's, which may differ from the tokenizer's.
-
-        ``reports`` is true on the rank whose results contain the failures of sequences.
-        """
+    def __init__(self, grammars: Grammars, vocab_size: int) -> None:
+        """``vocab_size`` is the model's, which may differ from the tokenizer's."""
         self._grammars, self._vocab_size = grammars, vocab_size
         self.words = -(-grammars.vocab_size // 32)
         self._states: dict[int, GrammarState] = {}
         self._matchers = Matchers(grammars)
-        self._timeouts = GrammarTimeouts(bounded=reports)
         self._executor = LLExecutor(max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2)))
 
     def apply(self, plan: Plan) -> None:
@@ -105,29 +103,33 @@ class SlotGrammars:
         states = ((slot, self._states.get(slot)) for slot in slots.tolist())
         return {slot: state.failure for slot, state in states if state is not None and state.failure}
 
-    def masks(self, slots: np.ndarray) -> RowMasks | None:
-        """Return the masks of ``slots [rows]``, or None if no slot has a grammar."""
-        rows = np.array([row for row, slot in enumerate(slots.tolist()) if slot in self._states], np.int64)
-        if not len(rows):
-            return None
-        bits = np.empty((len(rows), self.words), np.int32)
-        self.fill(self.states(slots[rows]), bits)
-        return RowMasks(rows, bits)
+    def masks(self, slots: np.ndarray) -> np.ndarray:
+        """Return the masks of ``slots [n]``, all of which have a grammar, ``[n, words]`` int32 as in ``RowMasks``."""
+        bits = np.empty((len(slots), self.words), np.int32)
+        self.fill(self.states(slots), bits)
+        return bits
 
     def fill(self, states: Sequence[GrammarState], bits: np.ndarray) -> None:
         """Write the mask of each state to its row of ``bits [n, words]`` int32, contiguous.
 
-        The mask of a sequence that has ended or failed, or that fails here, allows all tokens.
+        The mask of a sequence that has ended allows all tokens. That of a sequence that has failed, or that fails here,
+        allows only token 0, so that all ranks continue with the same token.
         """
-        deadline = self._timeouts.deadline()
+        deadline = compile_deadline()
         found = ((each.matcher(deadline), row) for row, each in enumerate(states))
         matchers = [(matcher, row) for matcher, row in found if matcher is not None]
         if len(matchers) < len(states):
             bits[:] = -1
-        if not matchers:
-            return
+        if matchers:
+            self._compute(matchers, states, bits)
+        for row, state in enumerate(states):
+            if state.failure:
+                bits[row], bits[row, 0] = 0, 1
+
+    def _compute(self, matchers: list[tuple[LLMatcher, int]], states: Sequence[GrammarState], bits: np.ndarray) -> None:
+        """Write the mask of each of ``matchers`` to its row of ``bits``."""
         start, size = bits.ctypes.data, bits.strides[0]
-        self._timeouts.call(
+        call_timed(
             [states[row] for _, row in matchers],
             lambda index: matchers[index][0].unsafe_compute_mask_ptr(start + matchers[index][1] * size, size),
             lambda indices: self._executor.unsafe_compute_mask_ptr(
@@ -146,8 +148,6 @@ class SlotGrammars:
                     state.fail(matcher.get_error())
                 elif not allows_any[row]:
                     state.fail("no token of this model may come next")
-            if state.failure:
-                bits[row] = -1
 
     def consume(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Advance the grammars of ``slots [n]`` by the sampled ``tokens [n]``. Slots without a grammar are skipped.
@@ -159,7 +159,7 @@ class SlotGrammars:
 
     def advance(self, tokens: Iterable[tuple[GrammarState, int]]) -> None:
         """Advance each state by its token, as ``consume`` does."""
-        pairs, states, deadline = [], [], self._timeouts.deadline()
+        pairs, states, deadline = [], [], compile_deadline()
         for state, token in tokens:
             if (matcher := state.matcher(deadline)) is None:
                 continue
@@ -170,7 +170,7 @@ class SlotGrammars:
             states.append(state)
         if not pairs:
             return
-        self._timeouts.call(
+        call_timed(
             states,
             lambda index: pairs[index][0].consume_token(pairs[index][1]),
             lambda indices: self._executor.consume_token_par([pairs[index] for index in indices]),

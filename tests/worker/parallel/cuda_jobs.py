@@ -95,13 +95,15 @@ def run_as_rank(
         more = {"hydragen": True, "max_micro_batches": parts, "grammars": True}
         limits = make_limits(FLAGS, model, FLAGS.page_count, **more)
         state, sampler, grammars = DeviceState.empty(limits, CPU), None, None
-        attention = CudaAttention(cache, model.local.heads, model.rotaries, dtype=torch.float32)
-        if model.last:
-            grammars = SlotGrammars(ascii_grammars(), VOCABULARY)
-            of_rows = model.project, VOCABULARY, CPU, cache.tokens, state.page_table
-            sampler = FusedSampler(*of_rows, mask_shape=(SLOTS, grammars.words))
         exchange.fewest_sharded = lambda row_bytes: fewest_sharded
-        peers = Peers(group, exchange.make_exchanges(ranks, 1), model.config.hidden_size, model.dtype)
+        exchanges = exchange.make_exchanges(ranks, 1)
+        attention = CudaAttention(cache, model.local.heads, model.rotaries, dtype=torch.float32)
+        if ranks.reports:
+            grammars = SlotGrammars(ascii_grammars(), VOCABULARY)
+        if model.last:
+            of_rows = model.project, VOCABULARY, CPU, cache.tokens, state.page_table
+            sampler = FusedSampler(*of_rows, mask_shape=(SLOTS, VOCABULARY // 32), total=exchanges.of(1).total)
+        peers = Peers(group, exchanges, model.config.hidden_size, model.dtype)
         runner = CudaRunner(model, cache, attention, sampler, state, limits, peers, grammars)
         try:
             if graphs:

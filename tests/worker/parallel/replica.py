@@ -55,9 +55,9 @@ class Replica:
                 assert mine is None or torch.equal(mine.nan_to_num(), theirs.nan_to_num())
         return everyone[first]
 
-    def call(self, job: Callable[..., Any], *arguments: Any) -> None:
-        """Have every rank do ``job``."""
-        self._pool.run(job, *self._grid, *arguments)
+    def call(self, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Have every rank do ``job``. Return what each returned."""
+        return self._pool.run(job, *self._grid, *arguments)
 
     def reset(self) -> None:
         self._pool.run(jobs.reset, *self._grid)

@@ -16,6 +16,7 @@ from tests.worker.driver import Driver
 from tests.worker.parallel import cuda_jobs, jobs
 from tests.worker.parallel.pool import RankPool
 from tests.worker.parallel.replica import cut
+from tests.worker.parallel.test_grammars import history as grammar_history
 
 pytestmark = [
     pytest.mark.gpu,
@@ -171,11 +172,12 @@ def test_products_that_overlap_are_those_that_do_not(pool):
         assert max(worst) < 1e-5
 
 
+@pytest.mark.parametrize("history", [cuda_jobs.history, grammar_history], ids=["sampling", "grammars"])
 @pytest.mark.parametrize("grid", GRIDS, ids=["tp", "pp"])
-def test_float32_gives_what_one_cpu_gives(grid, replica_of):
+def test_float32_gives_what_one_cpu_gives(grid, history, replica_of):
     """Groups, micro-batches, chunks and every kind of sampling; steps in flight, and the same again after a reset."""
     flags = {"page_size": cuda_jobs.PAGE, "kv_cache_num_tokens": 64 * cuda_jobs.PAGE, "max_seqs_per_forward": 64}
-    on_cpu, plans = {"device": "cpu", "dtype": "float32"} | flags, cuda_jobs.history()
+    on_cpu, plans = {"device": "cpu", "dtype": "float32"} | flags, history()
     expected = cuda_jobs.plain_outputs(plans, jobs.make_config(Ranks(), 10510, model_files.BUILTIN, on_cpu))
     replica = replica_of(grid, 9, dtype="float32", **flags)
     for ahead in (1, 4):

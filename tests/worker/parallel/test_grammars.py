@@ -1,12 +1,15 @@
-"""Several ranks follow grammars as one does: every rank that samples has the same masks."""
+"""Several ranks follow grammars as one does: the rank that reports computes the masks of all."""
 
 import shutil
+import threading
 from dataclasses import replace
 
 import pytest
 
 from bench.server import free_port
+from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
+from services.worker.sampling import grammar_timeouts
 from tests.worker.driver import Driver, admission, batch
 from tests.worker.grammars import BROKEN, LISTS, OBJECTS, WORDS, answer, follows
 from tests.worker.interpreter import INTERPRETED, needs_triton
@@ -59,22 +62,72 @@ def test_cpus_follow_them(tp_size, pp_size, checkpoint, replica_of):
     assert follows(OBJECTS, answer(tokenizer, tokens[2], {END}))
 
 
-def test_there_are_none_where_one_rank_has_no_tokenizer(checkpoint, replica_of, pool, tmp_path):
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_no_rank_waits_longer_for_a_compilation_than_the_one_that_reports(tp_size, pp_size, checkpoint, replica_of):
+    """Three grammars are never compiled. Their sequences fail, and the replica continues."""
+    replica = replica_of(tp_size, pp_size, checkpoint("llama", **SIZES))
+    driver, prompt = Driver(replica), prompt_of(9)
+    (expected,) = driver.generate([prompt], 3)
+    driver.reset()
+    replica.call(block_compilation)
+    kinds = {}, *({"grammar": f"{WORDS} // {slot}"} for slot in range(3))
+    admissions = tuple(admission(slot, prompt, [2 * slot, 2 * slot + 1], **kind) for slot, kind in enumerate(kinds))
+    outputs = [driver.run(admissions=admissions, batch=batch(range(4), [9] * 4))]
+    outputs += [driver.run(batch=batch(range(4))) for _ in range(2)]
+    begun = replica.call(unblock_compilation)
+    assert sum(begun) == begun[(pp_size - 1) * tp_size]
+    for output in outputs:
+        assert output.sampled.finite.tolist() == [True, False, False, False]
+        assert all("not compiled in time" in output.failures[slot].message for slot in (1, 2, 3))
+    assert driver.tokens[0] == expected
+
+
+class Compilation:
+    """The compilation of grammars in this process, which does not end before it is unblocked."""
+
+    def __init__(self) -> None:
+        self.patch, self.unblocked, self.count = pytest.MonkeyPatch(), threading.Event(), 0
+        self.patch.setattr(grammar_timeouts, "COMPILE_TIMEOUT_S", 0.0)
+        self.patch.setattr(Grammars, "matcher", self.wait)
+
+    def wait(self, grammar: str) -> None:
+        self.count += 1
+        self.unblocked.wait()
+
+
+blocked: Compilation  # of this process, between two jobs
+
+
+def block_compilation(ranks) -> None:
+    """A job."""
+    global blocked
+    blocked = Compilation()
+
+
+def unblock_compilation(ranks) -> int:
+    """A job: return how many compilations have begun."""
+    blocked.patch.undo()
+    blocked.unblocked.set()
+    return blocked.count
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_grammars_need_the_tokenizer_of_the_rank_that_reports(lacking, checkpoint, replica_of, pool, tmp_path):
     from tests.worker.parallel import jobs
 
     whole, without = checkpoint("llama", **SIZES), tmp_path / "model"
     shutil.copytree(whole, without)
     (without / "tokenizer.json").unlink()
-    limits = pool.run(start_with, 2, 1, free_port(), whole, without)
+    limits = pool.run(start_with, 2, 1, free_port(), whole, without, lacking)
     pool.run(jobs.stop, 2, 1)
-    assert [each.grammars for each in limits] == [False, False]
+    assert [each.grammars for each in limits] == [lacking == 1] * 2
 
 
-def start_with(ranks, port, whole, without):
-    """A job: the tokenizer of rank 1 is that of another directory, where there is none."""
+def start_with(ranks, port, whole, without, lacking):
+    """A job: the tokenizer of the rank ``lacking`` is that of another directory, where there is none."""
     from tests.worker.parallel import jobs
 
-    flags = {"tokenizer": str(without if ranks.tp_rank else whole)}
+    flags = {"tokenizer": str(without if ranks.tp_rank == lacking else whole)}
     return jobs.start(ranks, port, whole, flags, 10**6)
 
 

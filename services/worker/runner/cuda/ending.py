@@ -88,7 +88,7 @@ class StepEnd(ABC):
     """The end of the micro-batches of one stage. Owned by the compute thread."""
 
     def __init__(self, peers: Peers, max_slots: int, guide: Guide | NoGuide | None = None) -> None:
-        """``guide``: None if no sequence of this stage follows a grammar."""
+        """``guide``: None if this rank writes no masks of grammars."""
         self._peers, self._max_slots, self.guide = peers, max_slots, guide or NoGuide()
         self._era = Era(max_slots)
 
@@ -150,7 +150,10 @@ class SamplingEnd(StepEnd):
         grammars: SlotGrammars | None,
         recorder: ExpertRecorder | None = None,
     ) -> None:
-        """``grammars``: None if sequences have no grammars. ``recorder``: None if results carry no experts."""
+        """``grammars``: None if sequences have no grammars, or this rank does not report.
+
+        ``recorder``: None if results carry no experts.
+        """
         guide = None if grammars is None else Guide(grammars, sampler.masks)
         super().__init__(peers, len(state.last_tokens), guide)
         self._sampler, self._state, self._table, self._recorder = sampler, state, table, recorder
@@ -207,17 +210,12 @@ class SamplingEnd(StepEnd):
         place.end(long=not peers.reports)
         if sampled is not None and not peers.first:
             peers.send_tokens(sampled.token_ids[: len(samples.slots)])
-        guided = drawn is not None and len(drawn.settings.masked) > 0
-        if (sampled is None and scores is None and routed is None) or not (peers.reports or guided):
+        if (sampled is None and scores is None and routed is None) or not peers.reports:
             return self._step(plan, place)
         extras, scores, routed = self._download(place, samples.slots, sampled, scores, routed)
-        if drawn is not None and guided:
-            masked = drawn.settings.masked
-            self.guide.expect(place, drawn.settings.slots[masked], masked)
-        if not peers.reports:
-            return self._step(plan, place)
-        settings = None if drawn is None else drawn.settings
-        order = samples.order
+        settings, order = None if drawn is None else drawn.settings, samples.order
+        if settings is not None and len(settings.masked):
+            self.guide.expect(place, settings.slots[settings.masked], settings.masked)
         return CudaStep(plan, place, self._era, samples.slots, settings, extras, order, scores, failures, routed)
 
     def _gather(self, samples: Samples) -> StepRouted | None:

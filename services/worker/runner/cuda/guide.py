@@ -14,8 +14,11 @@ class Guide:
     """A writer of the masks of rows with grammars.
 
     A mask depends on the previous token. So a step with such rows is launched up to its sampling. Then the host waits
-    for the last tokens of these rows, and writes the masks while the device computes. Owned by the compute thread. All
-    ranks wait for earlier steps in the same order, so they cannot deadlock.
+    for the last tokens of these rows, and writes the masks while the device computes. Owned by the compute thread.
+
+    Only the reporting rank has a guide. The devices of the other ranks of its stage wait for its masks, and their hosts
+    do not. The guide waits only for earlier steps, which those hosts launch without waiting for it. So ranks cannot
+    deadlock.
     """
 
     def __init__(self, grammars: SlotGrammars, masks: torch.Tensor) -> None:
@@ -73,7 +76,7 @@ class Guide:
 
 
 class NoGuide:
-    """A substitute for ``Guide`` if sequences have no grammars."""
+    """A substitute for ``Guide`` if sequences have no grammars, or on a rank that does not report."""
 
     def apply(self, plan: Plan) -> None: ...
 

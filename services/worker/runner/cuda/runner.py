@@ -58,9 +58,9 @@ class CudaRunner:
         grammars: SlotGrammars | None = None,
         recorder: ExpertRecorder | None = None,
     ) -> None:
-        """``sampler`` and ``grammars`` are None on a stage that does not sample. ``peers``: None = one rank.
+        """``sampler`` is None on a stage that does not sample, and ``grammars`` on a rank that does not report.
 
-        ``recorder``: None = results carry no experts.
+        ``peers``: None = one rank. ``recorder``: None = results carry no experts.
         """
         self.limits = limits
         self._forward, self.cache, self._attention = forward, cache, attention
