@@ -28,7 +28,7 @@ WEIGHTS, CACHE = m.MEMORY_PART_WEIGHTS, m.MEMORY_PART_KV_CACHE
 GPU = {"device": "cuda", "use_cudagraphs": True, "piecewise_cudagraph_max_tokens": 64}
 
 
-def run_alone(call):
+def run_alone(call, is_wanted):
     done: Future[None] = Future()
     call()
     done.set_result(None)

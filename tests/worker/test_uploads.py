@@ -248,7 +248,7 @@ def test_a_scheduler_that_connects_during_a_commit_gets_its_version_and_finds_it
 
     connecting = threading.Thread(target=connect)
 
-    def run_alone(call) -> Future[None]:
+    def run_alone(call, is_wanted) -> Future[None]:
         connecting.start()
         connecting.join(0.2)  # until it waits for the commit
         call()

@@ -26,7 +26,7 @@ PROMPT = [2 + index * 7 % 300 for index in range(40)]
 def weights_of(booted: Booted, *directories: Path) -> ModelWeights:
     """The weights of a rank without a compute thread."""
 
-    def run_alone(call):
+    def run_alone(call, is_wanted):
         call()
         done: Future[None] = Future()
         done.set_result(None)

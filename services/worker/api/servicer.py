@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 import structlog
@@ -86,7 +86,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def CommitWeights(
         self, request: worker_weights_pb2.CommitWeightsRequest, context: grpc.ServicerContext
     ) -> worker_weights_pb2.CommitWeightsResponse:
-        version = self._ready_weights().commit(request.update_id, request.committed_unix_ns)
+        weights, is_wanted = self._ready_weights(), self._make_check(context)
+        version = weights.commit(request.update_id, request.committed_unix_ns, is_wanted)
         return worker_weights_pb2.CommitWeightsResponse(weights=weights_pb2.Weights(**version._asdict()))
 
     def DiscardWeights(
@@ -138,11 +139,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def Sleep(self, request: sleep_pb2.SleepRequest, context: grpc.ServicerContext) -> sleep_pb2.SleepResponse:
         check_level(request.level)
-        released = self._ready_sleeper().sleep(read_parts(request.parts), request.level)
+        sleeper, is_wanted = self._ready_sleeper(), self._make_check(context)
+        released = sleeper.sleep(read_parts(request.parts), request.level, is_wanted)
         return sleep_pb2.SleepResponse(released_bytes=released)
 
     def Wake(self, request: sleep_pb2.WakeRequest, context: grpc.ServicerContext) -> sleep_pb2.WakeResponse:
-        self._ready_sleeper().wake(read_parts(request.parts))
+        self._ready_sleeper().wake(read_parts(request.parts), self._make_check(context))
         return sleep_pb2.WakeResponse()
 
     def JoinUpdateGroup(
@@ -217,6 +219,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if self.sleeper is None:
             raise FailedPrecondition("a worker whose model runs through transformers cannot sleep")
         return self.sleeper
+
+    def _make_check(self, context: grpc.ServicerContext) -> Callable[[], bool]:
+        """Return a function that returns whether a call is still wanted. Any thread may call it.
+
+        A call may wait behind another one. It is not wanted when its caller has disconnected, or when another stream of
+        plans was opened. Otherwise it would run between plans of a scheduler that does not expect it, and on each rank
+        between other plans.
+        """
+        stream = self._current
+        return lambda: context.is_active() and self._current in (stream, None)
 
     def _refuse_when_draining(self) -> None:
         if self._draining:

@@ -100,15 +100,19 @@ class Engine:
                 self._queued_plans += 1
                 self._work.put(lambda: self._run(client, plan, arrived_ns))
 
-    def run_alone(self, call: Callable[[], None]) -> "Future[None]":
+    def run_alone(self, call: Callable[[], None], is_wanted: Callable[[], bool] = lambda: True) -> "Future[None]":
         """Run ``call`` in the compute thread, after the plans that were submitted. Return the future of its end.
 
         An exception also ends the thread: the state of the device is unknown then. The future fails with
-        ``Unavailable`` if the thread has ended, or ends before the call.
+        ``Unavailable`` if the thread has ended, or ends before the call, and if ``is_wanted`` returns False just before
+        the call, which then does not run.
         """
         done: Future[None] = Future()
 
         def run() -> None:
+            if not is_wanted():
+                done.set_exception(Unavailable("the scheduler was lost or replaced before its call could run"))
+                return
             try:
                 call()
             except BaseException as error:

@@ -41,11 +41,12 @@ class Sleeper:
         with self._settling:
             return self._memory.asleep
 
-    def sleep(self, parts: Parts, level: int) -> int:
+    def sleep(self, parts: Parts, level: int, is_wanted: Callable[[], bool] = lambda: True) -> int:
         """Give the memory of ``parts`` back, and refuse plans. Return its size in bytes.
 
         Level 1 keeps a copy of the weights in the memory of the host. Raises ``FailedPrecondition`` if the host has too
-        little; then nothing has changed. Raises ``Unavailable`` if the worker ends.
+        little; then nothing has changed. Raises ``Unavailable`` if the worker ends, or ``is_wanted`` returns False
+        before it begins.
         """
         memory = self._memory
 
@@ -57,15 +58,15 @@ class Sleeper:
         with self._weights.changing, self._settling:
             if level == 1 and MemoryPart.WEIGHTS in parts - memory.asleep and not memory.dropped:
                 memory.reserve_copy()
-            released = self._run_between_steps(sleep)
+            released = self._run_between_steps(sleep, is_wanted)
         log.info("asleep", parts=part_names(memory.asleep), level=level, released_gib=round(released / 2**30, 2))
         return released
 
-    def wake(self, parts: Parts) -> None:
+    def wake(self, parts: Parts, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Take memory for ``parts`` again. When no part is asleep, accept plans.
 
         Raises ``FailedPrecondition`` if the device has too little memory, or if dropped weights cannot be read again;
-        then the same parts as before are asleep. Raises ``Unavailable`` if the worker ends.
+        then the same parts as before are asleep. Raises ``Unavailable`` as ``sleep`` does.
         """
         memory = self._memory
 
@@ -74,7 +75,7 @@ class Sleeper:
 
         with self._weights.changing, self._settling:
             woken = parts & memory.asleep
-            self._run_between_steps(lambda: memory.wake(woken))
+            self._run_between_steps(lambda: memory.wake(woken), is_wanted)
             if memory.dropped and not memory.asleep:
                 with undo_on_error(lambda: self._run_between_steps(lambda: memory.sleep(woken, drop=True))):
                     self._reload()
@@ -103,8 +104,11 @@ class Sleeper:
                 " the weights alone, replace them, and then wake the other parts"
             ) from error
 
-    def _run_between_steps(self, call: Callable[[], T]) -> T:
-        """Run ``call`` between two steps, and return its result. A ``TokaError`` does not end the worker."""
+    def _run_between_steps(self, call: Callable[[], T], is_wanted: Callable[[], bool] = lambda: True) -> T:
+        """Run ``call`` between two steps, and return its result. A ``TokaError`` does not end the worker.
+
+        ``is_wanted``: as of ``Engine.run_alone``.
+        """
         results: list[T] = []
         errors: list[TokaError] = []
 
@@ -114,7 +118,7 @@ class Sleeper:
             except TokaError as error:
                 errors.append(error)
 
-        self._engine.run_alone(run).result()
+        self._engine.run_alone(run, is_wanted).result()
         if errors:
             raise errors[0]
         return results[0]

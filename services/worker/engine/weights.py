@@ -68,11 +68,11 @@ class ModelWeights:
         self,
         loaded: Loaded,
         runner: Runner,
-        run_alone: Callable[[Callable[[], None]], "Future[None]"],
+        run_alone: Callable[[Callable[[], None], Callable[[], bool]], "Future[None]"],
         directories: Sequence[str],
         address: str,
     ) -> None:
-        """``run_alone`` runs a call between two steps. ``directories`` is the flag ``weight_directories``.
+        """``run_alone`` is that of ``Engine``. ``directories`` is the flag ``weight_directories``.
 
         ``address`` is where the worker listens.
         """
@@ -102,13 +102,15 @@ class ModelWeights:
             self._staged = _Update(update_id, version, path, not directory, staged)
         return staged
 
-    def commit(self, update_id: str, committed_unix_ns: int = 0) -> WeightsVersion:
+    def commit(
+        self, update_id: str, committed_unix_ns: int = 0, is_wanted: Callable[[], bool] = lambda: True
+    ) -> WeightsVersion:
         """Write the staged weights over the present ones, between two steps.
 
-        ``committed_unix_ns`` is the time to report, or 0 for the present time.
+        ``committed_unix_ns`` is the time to report, or 0 for the present time. ``is_wanted``: as of ``run_alone``.
 
         Raises ``FailedPrecondition`` if the update is not staged or the weights are asleep, ``Unavailable`` if the
-        worker ends before it is written, and ``Internal`` if the worker must end.
+        worker ends before it is written or it is not wanted any more, and ``Internal`` if the worker must end.
         """
         with self.changing:
             update, self._staged = self._staged, None
@@ -125,7 +127,7 @@ class ModelWeights:
 
             with self._writing:
                 try:
-                    self._run_alone(write).result()
+                    self._run_alone(write, is_wanted).result()
                 except Unavailable:  # nothing was written
                     raise
                 except Exception as error:
