@@ -146,7 +146,7 @@ def boot(
         source.check()
     with contextlib.ExitStack() as undo, contextlib.closing(compiler) if compiler else contextlib.nullcontext():
         with progress.phase("replica") if not ranks.alone else contextlib.nullcontext():
-            group = join_replica(config, ranks, device, dtype, described.head_dim)
+            group = join_replica(config, ranks, device, dtype, described.head_dim, card.directory)
         if group is not None:
             undo.callback(group.close)
             if on_lost is not None:

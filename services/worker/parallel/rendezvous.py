@@ -16,8 +16,9 @@ from services.common.errors import InvalidRequest
 from services.worker.described.ranks import Ranks
 from services.worker.parallel.errors import ParallelError
 
-# The setting that is not a flag: true if FlashInfer has kernels for the model.
-INSTALLED = "flashinfer"
+# Settings that are not flags. The first is true if FlashInfer has kernels for the model, the second is the fingerprint
+# of the model's files.
+INSTALLED, FILES = "flashinfer", "model_files"
 _PROBE_S = 0.1
 # Time for which a rank may be taken. After a loss, the workers of the earlier replica exit one after the other.
 _TAKEN_S = 30.0
@@ -110,6 +111,13 @@ def _compare(own: Mapping[str, object], first: Mapping[str, object]) -> None:
     """Raise ``InvalidRequest`` if a setting of this rank differs from that of the first rank."""
     for name, value in own.items():
         if first.get(name) != value:
+            if name == FILES:
+                raise InvalidRequest(
+                    f"flag model={own['model']}: its files here are not those of the first worker of this replica"
+                    f" (fingerprint {value} instead of {first.get(name)}): config.json or the weights differ; give all"
+                    " hosts the same revision of the model",
+                    field="model",
+                )
             setting, advice = f"flag {name}", "start all with the same flags but for their ranks"
             if name == INSTALLED:
                 setting, advice = name, "install the same packages for all"

@@ -1,12 +1,15 @@
 """Each rank reads its part of a checkpoint and nothing else."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import safetensors
 import torch
 
+from bench.server import free_port
 from services.common.errors import InvalidRequest
 from services.common.model.json_object import read_json
 from services.worker.described.ranks import Ranks
@@ -18,9 +21,35 @@ from services.worker.layers.fp8 import copy_rows, quantize_rows
 from services.worker.layers.kernels import TorchKernels
 from services.worker.models import weights
 from services.worker.models.decoder import DecoderModel
+from services.worker.parallel.errors import ParallelError
+from tests.worker.parallel import jobs
 
 CPU = torch.device("cpu")
 GRIDS = [(2, 1), (1, 3), (2, 2), (4, 1)]
+
+
+def start_in(ranks: Ranks, port: int, folders: list[Path]) -> str:
+    """A job: start on a host where the model is in the folder of this rank. Return the reason why this fails."""
+    before = Path.cwd()
+    os.chdir(folders[ranks.index])
+    try:
+        jobs.start(ranks, port, Path("model"), {}, 10**6)
+    except (InvalidRequest, ParallelError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        os.chdir(before)
+    jobs.stop(ranks)
+    return ""
+
+
+def test_hosts_with_two_revisions_of_a_model_do_not_start(checkpoint, pool, tmp_path):
+    """All have it at the same path."""
+    folders = [tmp_path / str(rank) for rank in range(2)]
+    for rank, folder in enumerate(folders):
+        shutil.copytree(checkpoint(seed=rank), folder / "model")
+    first, second = pool.run(start_in, 1, 2, free_port(), folders)
+    assert first.startswith("ParallelError: the replica cannot start; rank tp_rank=0 pp_rank=1: flag model=model: its")
+    assert second.startswith("InvalidRequest: flag model=model: its files here are not those of the first worker")
 
 
 def model_of(directory, ranks: Ranks, quantization: str = "none") -> DecoderModel:

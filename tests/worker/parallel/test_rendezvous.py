@@ -67,6 +67,18 @@ def test_workers_that_have_other_kernels_are_refused():
     assert told[1] == f"InvalidRequest: {reason}"
 
 
+def test_workers_that_have_other_files_of_the_model_are_refused():
+    told = attempt(grid(2, 1), free_port(), settings=[{"model": "m", "model_files": each} for each in ("ab", "cd")])
+    reason = (
+        "flag model=m: its files here are not those of the first worker of this replica (fingerprint cd instead of ab):"
+        " config.json or the weights differ; give all hosts the same revision of the model"
+    )
+    assert told == [
+        f"ParallelError: the replica cannot start; rank tp_rank=1 pp_rank=0: {reason}",
+        f"InvalidRequest: {reason}",
+    ]
+
+
 def test_a_rank_that_is_given_twice_is_refused_if_it_stays_so(monkeypatch):
     monkeypatch.setattr(rendezvous, "_TAKEN_S", 0.3)
     port = free_port()
