@@ -5,12 +5,10 @@ import asyncio
 import grpc
 import pytest
 
-from services.scheduler.grammar.checker import GrammarChecker
 from tests.fakes.model import FakeShape
 from tests.scheduler.service import PROMPT, Service, session, start
 from tokasaurus.scheduler.v1 import control_pb2 as c
 from tokasaurus.scheduler.v1 import generate_pb2 as g
-from tokasaurus.scheduler.v1 import session_pb2
 
 SHAPE = FakeShape(max_slots=2)
 
@@ -160,34 +158,6 @@ async def test_aborted_requests_end_with_their_tokens_and_others_continue(ids, e
         await client.finished(*range(5))
         aborted = {h for h in range(5) if client.samples[h].finish.reason == g.FINISH_REASON_ABORTED}
         assert aborted == ended
-
-
-async def test_requests_whose_grammars_are_checked_are_aborted(monkeypatch):
-    check, checked = GrammarChecker.check, asyncio.Event()
-
-    async def check_later(self, *given):
-        await checked.wait()
-        await check(self, *given)
-
-    monkeypatch.setattr(GrammarChecker, "check", check_later)
-    constrained = fields(10) | {"sampling": g.Sampling(grammar=g.Grammar(regex="z*")), "stopping": g.Stopping()}
-    async with start(SHAPE) as service, session(service) as client, session(service) as other:
-        service.worker.hold()
-        await client.submit(0, request_id="a", n=2, **constrained)
-        await client.submit(2, request_id="ab", **constrained)
-        await other.submit(0, request_id="a-1", **constrained)
-        for each in (client, other):  # the answer to a heartbeat shows that the requests before it were read
-            await each.send(heartbeat=session_pb2.Heartbeat(nonce=1))
-            await each.until(lambda message: message.HasField("heartbeat"))
-        assert (await service.stub.AbortRequests(c.AbortRequestsRequest(request_ids=["a"]))).samples == 3
-        checked.set()
-        await client.finished(0, 1)
-        await other.finished(0)
-        service.worker.release()
-        await client.finished(2)
-        samples = [client.samples[0], client.samples[1], other.samples[0]]
-        assert [(each.finish.reason, each.tokens) for each in samples] == [(g.FINISH_REASON_ABORTED, [])] * 3
-        assert client.samples[2].finish.reason != g.FINISH_REASON_ABORTED
 
 
 @pytest.mark.parametrize("ids", [[""], ["x"] * 4097])

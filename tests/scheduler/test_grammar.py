@@ -17,6 +17,7 @@ from services.common.rpc.status import from_rpc_error, from_status
 from services.common.text.grammar import Grammars
 from services.common.text.tokenizer import Tokenizer
 from services.scheduler.api.pending_grammars import PendingGrammars
+from services.scheduler.api.unchecked_requests import UncheckedRequests
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.grammar import child, walk
@@ -290,7 +291,7 @@ def test_a_child_asks_for_no_more_memory_than_it_may_have(monkeypatch):
 async def test_cancels_of_a_sample_that_waits_for_its_grammar_are_kept_once(checker):
     submitted, acted = asyncio.Event(), []
     engine = SimpleNamespace(submit=lambda _: submitted.set(), act_on=lambda *what: acted.append(what))
-    pending = PendingGrammars(engine, checker, sink=1)
+    pending = PendingGrammars(engine, UncheckedRequests(), checker, sink=1)
     request = Request("it", np.zeros(1, np.uint32), SamplingSettings(grammar="start: /x/"), n=2, handle=5)
     pending.begin(request, "it")
     for _ in range(100):

@@ -14,7 +14,6 @@ from services.common.text.detokenizer import Detokenizer
 from services.scheduler.api.encoding import encode_accepted, encode_finish, encode_scored, fill_top
 from services.scheduler.api.hub import Hub
 from services.scheduler.api.model import ServedModel
-from services.scheduler.api.pending_grammars import check_before_deadline
 from services.scheduler.api.prompt import is_text
 from services.scheduler.api.resume import finish_of
 from services.scheduler.api.spending import Spending
@@ -22,6 +21,7 @@ from services.scheduler.api.traces import Traces
 from services.scheduler.api.validation import read_message
 from services.scheduler.core.output import Delta
 from services.scheduler.core.request import Finish
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.events import Accepted, Rejected
 from services.scheduler.grammar.checker import GrammarChecker
 from services.scheduler.grammar.message import name_of
@@ -51,8 +51,10 @@ class GenerateCall:
         model = self._model
         request = await read_message(message, model)
         request.deadline_ms = _earlier(request.deadline_ms, context.time_remaining())
+        aborted = False
         if request.sampling.grammar:
-            await check_before_deadline(self._grammar_checker, request, name_of(message.sampling.grammar))
+            name = name_of(message.sampling.grammar)
+            aborted = await self._hub.unchecked.check(self._grammar_checker, request, name)
         self._wants_logprobs = request.sampling.logprobs
         finish = finish_of(request, model)
         wants_text = message.output.text if message.output.HasField("text") else is_text(message)
@@ -80,6 +82,8 @@ class GenerateCall:
         self._traces.begin(request)
         try:
             self._hub.engine.submit(request)
+            if aborted:
+                self._hub.engine.act_on(request.sink, list(range(request.n)), Scheduler.end)
             unfinished = request.n
             while unfinished:
                 item = await mailbox.get()

@@ -13,7 +13,7 @@ from services.common.boundaries import errors_to
 from services.common.errors import Internal, Overloaded, TokaError
 from services.common.process.tracing import Tracing
 from services.scheduler.api.mailbox import Mailbox
-from services.scheduler.api.pending_grammars import PendingGrammars
+from services.scheduler.api.unchecked_requests import UncheckedRequests
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.events import Events, PlanEvent
 from services.scheduler.engine.loop import EngineLoop
@@ -36,7 +36,7 @@ class Hub:
         self._numbers = count(1)
         self._mailboxes: dict[int, Mailbox] = {}
         self._sessions: set[int] = set()
-        self.pending_grammars: set[PendingGrammars] = set()  # of the open sessions
+        self.unchecked = UncheckedRequests()
         self._watchers: set[asyncio.Queue[PlanEvent]] = set()
         self.engine: EngineLoop  # set by the server
         self.weights: Callable[[], weights_pb2.Weights]  # of the workers, set by the server
@@ -103,10 +103,10 @@ class Hub:
     async def abort(self, request_ids: Collection[str] | None) -> int:
         """End requests with the tokens that they have. Return the number of their samples.
 
-        Requests of sessions whose grammars are being checked end afterwards. ``request_ids`` is as for ``is_chosen``.
+        Requests whose grammars are being checked end afterwards. ``request_ids`` is as for ``is_chosen``.
         """
-        pending = sum(each.abort(request_ids) for each in self.pending_grammars)
-        return pending + await self.ask(lambda core: core.abort(request_ids))
+        unchecked = self.unchecked.abort(request_ids)
+        return unchecked + await self.ask(lambda core: core.abort(request_ids))
 
     def _dispatch(self, events: Events) -> None:
         for sink, item in events:

@@ -1,15 +1,14 @@
 """Requests of a session that wait until their grammar has been checked."""
 
 import asyncio
-import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import structlog
 
 from services.common.boundaries import errors_as_internal
 from services.common.errors import AlreadyExists, Overloaded, TokaError
-from services.common.request_ids import is_chosen
+from services.scheduler.api.unchecked_requests import UncheckedRequests
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.events import Action
@@ -19,27 +18,16 @@ from services.scheduler.grammar.checker import GrammarChecker
 log = structlog.get_logger(__name__)
 
 _MOST = 16_384
-_AFTER_DEADLINE_S = 0.01  # margin after which a request is overdue by any clock
-
-
-async def check_before_deadline(grammar_checker: GrammarChecker, request: Request, name: str) -> None:
-    """Check the grammar of ``request``, called ``name`` in errors. Raises as ``GrammarChecker.check`` does.
-
-    It also returns at the request's deadline. A request that is submitted then ends as overdue.
-    """
-    client = request.fairness_key, request.sink
-    left = None if request.deadline_ms is None else request.deadline_ms / 1000 - time.monotonic() + _AFTER_DEADLINE_S
-    try:
-        await asyncio.wait_for(grammar_checker.check(request.sampling.grammar, name, client), left)
-    except TimeoutError:
-        log.info("a request's deadline passed before its grammar was checked", request_id=request.request_id)
 
 
 class PendingGrammars:
     """Queue of one session, on the event loop. Each request is submitted or rejected exactly once."""
 
-    def __init__(self, engine: EngineLoop, grammar_checker: GrammarChecker, sink: int) -> None:
+    def __init__(
+        self, engine: EngineLoop, unchecked: UncheckedRequests, grammar_checker: GrammarChecker, sink: int
+    ) -> None:
         self._engine = engine
+        self._unchecked = unchecked
         self._grammar_checker = grammar_checker
         self._sink = sink
         self._tasks: set[asyncio.Task[None]] = set()
@@ -77,15 +65,6 @@ class PendingGrammars:
         if submitted:
             self._engine.act_on(self._sink, submitted, action)
 
-    def abort(self, request_ids: Collection[str] | None) -> int:
-        """End the samples that wait here when their requests have been submitted. Return the number of the samples.
-
-        ``request_ids`` is as for ``is_chosen``.
-        """
-        handles = [handle for handle, request in self._waiting.items() if is_chosen(request.request_id, request_ids)]
-        self.act_on(handles, Scheduler.end)
-        return len(handles)
-
     def close(self) -> None:
         """Cancel all checks at the end of the session."""
         for task in self._tasks:
@@ -93,16 +72,19 @@ class PendingGrammars:
 
     async def _check(self, request: Request, name: str) -> None:
         error: TokaError | None = None
+        aborted, all_handles = False, range(request.handle, request.handle + request.n)
         try:
             with errors_as_internal(log, "a grammar could not be checked", request_id=request.request_id):
-                await check_before_deadline(self._grammar_checker, request, name)
+                aborted = await self._unchecked.check(self._grammar_checker, request, name)
         except TokaError as refused:
             error = refused
-        for handle in range(request.handle, request.handle + request.n):
+        for handle in all_handles:
             self._waiting.pop(handle, None)
         deferred = self._deferred.pop(request.handle, {})
         if error is None:
             self._engine.submit(request)
+            if aborted:
+                self._engine.act_on(self._sink, list(all_handles), Scheduler.end)
             for action, handles in deferred.items():
                 self._engine.act_on(self._sink, sorted(handles), action)
         else:

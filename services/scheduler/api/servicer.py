@@ -170,13 +170,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         log.info("pause", mode=mode.name.lower(), recompute=request.recompute)
         async with self._updates.committing:  # a pause that waits would let requests continue meanwhile
             pausing = asyncio.wrap_future(self._hub.engine.pause(mode, recompute=request.recompute))
+            unchecked = self._hub.unchecked.abort(None) if mode is PauseMode.ABORT else 0
         if request.HasField("limit_ns"):
             limit = asyncio.create_task(self._limit(pausing, request.limit_ns * 1e-9))
             self._limits.add(limit)
             limit.add_done_callback(self._limits.discard)
         pause = await asyncio.shield(pausing)
-        log.info("paused", aborted_samples=pause.aborted)
-        return control_pb2.PauseResponse(aborted_samples=pause.aborted, pause=pause.number)
+        aborted = unchecked + pause.aborted
+        log.info("paused", aborted_samples=aborted)
+        return control_pb2.PauseResponse(aborted_samples=aborted, pause=pause.number)
 
     async def Resume(self, request: control_pb2.ResumeRequest, context: AnyContext) -> control_pb2.ResumeResponse:
         await self._resume(request.pause if request.HasField("pause") else None)

@@ -63,8 +63,7 @@ class SessionStream:
             raise InvalidRequest("the first message of a session must be `open`", field="open")
         opened = session_pb2.SessionOpened(scheduler_id=self._scheduler_id, model=self._model.message())
         self._sink, self._mailbox = self._hub.open(session=True)
-        self._pending = PendingGrammars(self._hub.engine, self._grammar_checker, self._sink)
-        self._hub.pending_grammars.add(self._pending)
+        self._pending = PendingGrammars(self._hub.engine, self._hub.unchecked, self._grammar_checker, self._sink)
         log.info("session opened", client_id=first.open.client_id, sink=self._sink)
         sent = 1
         tasks = [asyncio.create_task(self._read(requests)), asyncio.create_task(self._check_heartbeats())]
@@ -82,7 +81,6 @@ class SessionStream:
         finally:
             for task in tasks:
                 task.cancel()
-            self._hub.pending_grammars.discard(self._pending)
             self._pending.close()
             self._traces.close()
             self._hub.close(self._sink)

@@ -54,8 +54,8 @@ class Sleeps:
             try:
                 async with self._committing:
                     aborted = pause.aborted
-                    if pause.joined and mode is PauseMode.ABORT:
-                        aborted = await self._hub.ask(lambda core: core.abort())
+                    if mode is PauseMode.ABORT:
+                        aborted += await self._hub.abort(None)
                     stream = self._connected()
                     await self._hub.ask(_fall_asleep)
                     released = await self._put_to_sleep(stream, parts, level)

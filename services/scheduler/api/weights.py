@@ -203,7 +203,9 @@ class WeightUpdates:
             self._staged, before = None, self._link.committed
             async with undo_on_error_async(self._forget_uncommitted, staged):
                 pause = await asyncio.wrap_future(engine.pause(mode, recompute=recompute, join=True))
-                began_ns = time.perf_counter_ns()
+                began_ns, aborted = time.perf_counter_ns(), pause.aborted
+                if mode is PauseMode.ABORT and not pause.joined:
+                    aborted += self._hub.unchecked.abort(None)
                 try:
                     async with self.committing:
                         weights = await self._write(staged)
@@ -214,7 +216,7 @@ class WeightUpdates:
         if before.uploaded:  # No worker needs its files any more. The caller may have to resume, so it does not wait.
             self._begin_forgetting(Update(before.update_id, before.version, directory=""))
         log.info("weights committed", version=weights.version)
-        return control_pb2.CommitWeightsResponse(weights=weights, aborted_samples=pause.aborted, paused_ns=paused_ns)
+        return control_pb2.CommitWeightsResponse(weights=weights, aborted_samples=aborted, paused_ns=paused_ns)
 
     async def _forget_uncommitted(self, staged: _Staged) -> None:
         await self._forget(staged.update, commit_sent=staged.commit_sent)

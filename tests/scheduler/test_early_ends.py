@@ -1,0 +1,111 @@
+"""Ends of requests that the core does not have yet, because their grammars are being checked."""
+
+import asyncio
+
+import pytest
+
+from services.scheduler.grammar.checker import GrammarChecker
+from tests.fakes.model import FakeShape
+from tests.scheduler.service import PROMPT, Service, session, start
+from tests.scheduler.test_weights import stage
+from tokasaurus.scheduler.v1 import control_pb2 as c
+from tokasaurus.scheduler.v1 import generate_pb2 as g
+from tokasaurus.scheduler.v1 import sleep_pb2
+
+SHAPE = FakeShape(max_slots=2)
+FIELDS = {"tokens": g.TokenPrompt(token_ids=PROMPT), "stopping": g.Stopping(max_tokens=10)}
+CONSTRAINED = FIELDS | {"sampling": g.Sampling(grammar=g.Grammar(regex="z*"))}
+ABORT = c.PAUSE_MODE_ABORT
+
+
+class Checks:
+    """The checks of grammars, which end when ``release`` is called."""
+
+    def __init__(self, monkeypatch) -> None:
+        check, self._released, self._begun = GrammarChecker.check, asyncio.Event(), asyncio.Semaphore(0)
+
+        async def check_later(*given) -> None:
+            self._begun.release()
+            await self._released.wait()
+            await check(*given)
+
+        monkeypatch.setattr(GrammarChecker, "check", check_later)
+
+    async def until_begun(self, count: int) -> None:
+        for _ in range(count):
+            await self._begun.acquire()
+
+    def release(self) -> None:
+        self._released.set()
+
+
+@pytest.fixture
+async def checks(monkeypatch):
+    return Checks(monkeypatch)
+
+
+async def abort(service: Service) -> int:
+    return (await service.stub.AbortRequests(c.AbortRequestsRequest(request_ids=["a"]))).samples
+
+
+async def pause(service: Service) -> int:
+    return (await service.stub.Pause(c.PauseRequest(mode=ABORT))).aborted_samples
+
+
+async def pause_and_sleep(service: Service) -> int:
+    await service.stub.Pause(c.PauseRequest())
+    return await sleep(service)
+
+
+async def sleep(service: Service) -> int:
+    slept = await service.stub.Sleep(sleep_pb2.SleepRequest(mode=ABORT))
+    await service.stub.Wake(sleep_pb2.WakeRequest())
+    return slept.aborted_samples
+
+
+async def commit(service: Service) -> int:
+    request = c.CommitWeightsRequest(update_id=await stage(service, 1), mode=ABORT)
+    return (await service.stub.CommitWeights(request)).aborted_samples
+
+
+@pytest.mark.parametrize("end", [abort, pause, sleep, pause_and_sleep, commit])
+async def test_requests_whose_grammars_are_checked_are_aborted(checks, end):
+    async with start(SHAPE) as service, session(service) as client, session(service) as other:
+        await client.submit(0, request_id="a", n=2, **CONSTRAINED)
+        await other.submit(0, request_id="a-1", **CONSTRAINED)
+        alone = asyncio.ensure_future(service.generate(request_id="a-2", **CONSTRAINED))
+        await checks.until_begun(3)
+        assert await end(service) == 4
+        await client.submit(2, request_id="b", **CONSTRAINED)
+        await checks.until_begun(1)
+        checks.release()
+        await service.stub.Resume(c.ResumeRequest())
+        await client.finished(0, 1, 2)
+        await other.finished(0)
+        samples = [client.samples[0], client.samples[1], other.samples[0], (await alone)[0]]
+        assert [each.finish.reason for each in samples] == [g.FINISH_REASON_ABORTED] * 4
+        assert client.samples[2].finish.reason != g.FINISH_REASON_ABORTED
+
+
+async def test_an_abort_leaves_requests_with_other_ids(checks):
+    async with start(SHAPE) as service, session(service) as client:
+        await client.submit(0, request_id="a", **CONSTRAINED)
+        await client.submit(1, request_id="ab", **CONSTRAINED)
+        await checks.until_begun(2)
+        assert await abort(service) == 1
+        checks.release()
+        await client.finished(0, 1)
+        ended = [client.samples[handle].finish.reason == g.FINISH_REASON_ABORTED for handle in range(2)]
+        assert ended == [True, False]
+
+
+async def test_a_commit_during_a_pause_leaves_requests_whose_grammars_are_checked(checks):
+    async with start(SHAPE) as service, session(service) as client:
+        await client.submit(0, request_id="a", **CONSTRAINED)
+        await checks.until_begun(1)
+        await service.stub.Pause(c.PauseRequest())
+        assert await commit(service) == 0
+        checks.release()
+        await service.stub.Resume(c.ResumeRequest())
+        await client.finished(0)
+        assert client.samples[0].finish.reason != g.FINISH_REASON_ABORTED
