@@ -1,6 +1,7 @@
-"""Ends of requests that the core does not have yet, because their grammars are being checked."""
+"""Ends of requests that the core does not have yet: their grammars are being checked, or the step loop is behind."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -109,3 +110,27 @@ async def test_a_commit_during_a_pause_leaves_requests_whose_grammars_are_checke
         await service.stub.Resume(c.ResumeRequest())
         await client.finished(0)
         assert client.samples[0].finish.reason != g.FINISH_REASON_ABORTED
+
+
+@pytest.mark.parametrize("end", [abort, pause])
+async def test_requests_that_the_step_loop_has_not_taken_end(end):
+    async with start(SHAPE) as service, session(service) as client:
+        engine, gate = service.server.engine, threading.Event()
+        engine.post(gate.wait)
+        await client.submit(0, request_id="a", n=2, **FIELDS)
+        await until(lambda: engine.backlog == 1)
+        ending = asyncio.ensure_future(end(service))
+        try:
+            await until(lambda: engine.backlog == 2)
+        finally:
+            gate.set()
+        assert await ending == 2
+        await client.finished(0, 1)
+        assert [client.samples[handle].finish.reason for handle in range(2)] == [g.FINISH_REASON_ABORTED] * 2
+
+
+async def until(condition) -> None:
+    """Wait until ``condition`` holds, for at most 20 s."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 (the step loop sets no event)
+            await asyncio.sleep(0)

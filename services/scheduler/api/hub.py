@@ -96,9 +96,9 @@ class Hub:
             self._watchers.discard(queue)
             self.engine.watchers = len(self._watchers)
 
-    async def ask(self, call: Callable[[Scheduler], T]) -> T:
-        """Return the result of ``call(core)``, which runs on the step loop."""
-        return await asyncio.wrap_future(self.engine.ask(call))
+    async def ask(self, call: Callable[[Scheduler], T], *, after_requests: bool = False) -> T:
+        """Return the result of ``call(core)``, which runs on the step loop as ``EngineLoop.ask`` describes."""
+        return await asyncio.wrap_future(self.engine.ask(call, after_requests=after_requests))
 
     async def abort(self, request_ids: Collection[str] | None) -> int:
         """End requests with the tokens that they have. Return the number of their samples.
@@ -106,7 +106,7 @@ class Hub:
         Requests whose grammars are being checked end afterwards. ``request_ids`` is as for ``is_chosen``.
         """
         unchecked = self.unchecked.abort(request_ids)
-        return unchecked + await self.ask(lambda core: core.abort(request_ids))
+        return unchecked + await self.ask(lambda core: core.abort(request_ids), after_requests=True)
 
     def _dispatch(self, events: Events) -> None:
         for sink, item in events:

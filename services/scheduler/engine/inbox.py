@@ -35,8 +35,11 @@ class Inbox:
     def put(self, call: Call) -> None:
         self._urgent.put(call)
 
-    def ask(self, call: Callable[[], T]) -> Future[T]:
-        """Put a call and return the future of its result."""
+    def ask(self, call: Callable[[], T], *, after_requests: bool = False) -> Future[T]:
+        """Put a call and return the future of its result. With ``after_requests``, it runs after the queued requests.
+
+        Otherwise it is urgent.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
@@ -44,7 +47,7 @@ class Inbox:
                 with errors_to(future.set_exception):  # an error of the caller must not end the loop
                     future.set_result(call())
 
-        self.put(run)
+        (self.put_request if after_requests else self.put)(run)
         return future
 
     def put_request(self, call: Call, samples: int = 1) -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -101,9 +102,12 @@ class EngineLoop:
         """Run ``call`` on the loop's thread, before any queued request of a client."""
         self._inbox.put(call)
 
-    def ask(self, call: Callable[[Scheduler], T]) -> Future[T]:
-        """Run ``call(core)`` on the loop's thread. Return the future of its result."""
-        return self._inbox.ask(lambda: call(self._core))
+    def ask(self, call: Callable[[Scheduler], T], *, after_requests: bool = False) -> Future[T]:
+        """Run ``call(core)`` on the loop's thread. Return the future of its result.
+
+        With ``after_requests``, it runs after all earlier submits.
+        """
+        return self._inbox.ask(lambda: call(self._core), after_requests=after_requests)
 
     def submit(self, request: Request) -> None:
         """Queue ``request``. The first event of the request is Accepted or Rejected."""
@@ -138,18 +142,19 @@ class EngineLoop:
         self.post(lambda: self._miss(reason))
 
     def pause(self, mode: PauseMode, *, recompute: bool = False, join: bool = False) -> Future[Pause]:
-        """Pause the core. The future completes when the pause has begun.
+        """Pause the core after all earlier submits. The future completes when the pause has begun.
 
         With ``join``, a pause that was requested before is left as it is. The future fails with ``FailedPrecondition``
         if the core is resumed before.
         """
         began: Future[Pause] = Future()
-        self.post(lambda: self._pauses.request(self._core, mode, recompute=recompute, join=join, began=began))
+        request = partial(self._pauses.request, self._core, mode, recompute=recompute, join=join, began=began)
+        self._inbox.put_request(request)
         return began
 
     def resume(self, number: int | None = None) -> Future[float | None]:
-        """Call ``Pauses.resume``."""
-        return self.ask(lambda core: self._pauses.resume(core, number))
+        """Call ``Pauses.resume`` after all earlier pauses."""
+        return self.ask(lambda core: self._pauses.resume(core, number), after_requests=True)
 
     def change_weights(self, weights: weights_pb2.Weights) -> Future[None]:
         """Set the weights that the worker uses from the next plan on. The core must be paused."""
