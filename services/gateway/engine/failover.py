@@ -137,17 +137,17 @@ class Failover:
 
         ``request_ids`` is as for ``is_chosen``.
         """
-        chosen = [each for each in self._queue if is_chosen(each.submission.request_id, request_ids)]
+        chosen = self._take(request_ids)
         for request in chosen:
-            del self._queue[request]
-            with request.parent.failing_on_errors("a queued request could not be aborted"):
-                self._abort(request)
+            self._abort(request)
         return sum(len(request.samples) for request in chosen)
 
     def act_on(self, request: SchedulerRequest, action: SampleAction) -> None:
-        """Remove ``request`` from the queue if it is cancelled. A session sends other actions after the request."""
-        if action == "cancel":
-            self._queue.pop(request, None)
+        """Remove ``request`` from the queue if it is cancelled or ends. A session parks it after it was sent."""
+        if request in self._queue and action != "park":
+            del self._queue[request]
+            if action == "end":
+                self._abort(request)
 
     def count_tokens(self, request: SchedulerRequest) -> int:
         """Return 0, since a queued request receives no tokens."""
@@ -174,7 +174,19 @@ class Failover:
         self._queue[request] = None
         self._wakeup.set()
 
+    def _take(self, request_ids: Collection[str] | None) -> list[SchedulerRequest]:
+        """Remove the chosen requests from the queue, and return them. ``request_ids`` is as for ``is_chosen``."""
+        chosen = [each for each in self._queue if is_chosen(each.submission.request_id, request_ids)]
+        for request in chosen:
+            del self._queue[request]
+        return chosen
+
     def _abort(self, request: SchedulerRequest) -> None:
+        """End ``request``, which has left the queue, with the tokens that it has."""
+        with request.parent.failing_on_errors("a queued request could not be aborted"):
+            self._finish(request)
+
+    def _finish(self, request: SchedulerRequest) -> None:
         parent, prompt_tokens = request.parent, len(request.submission.prompt.prompt_ids)
         if not request.accepted:
             parent.on_accepted()  # a stream waits for it

@@ -5,7 +5,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ import structlog
 from services.common.boundaries import undo_on_error
 from services.common.errors import Internal, NotFound, TokaError, Unavailable
 from services.common.process.time_slice import TimeSlice
+from services.common.request_ids import is_chosen
 from services.common.rpc.channel import PLAIN, Dialer
 from services.gateway.engine.active_request import ActiveRequest, SchedulerRequest
 from services.gateway.engine.codec import ModelFacts
@@ -114,12 +115,21 @@ class Fleet:
             replica.fail_all(error)
         self._on_change()
 
-    def abort_queued(self, request_ids: Collection[str] | None) -> int:
-        """End requests that no scheduler has, with the tokens that they have. Return the number of their samples.
+    @contextlib.contextmanager
+    def aborting(self, request_ids: Collection[str] | None) -> Iterator[int]:
+        """End the requests that no scheduler has accepted, while the block ends the others at the schedulers.
 
-        ``request_ids`` is as for ``is_chosen``.
+        Queued requests end at once, with the tokens that they have. The block gets the number of their samples.
+        Requests on their way to a scheduler end when it has accepted them. ``request_ids`` is as for ``is_chosen``.
         """
-        return self._failover.abort(request_ids)
+        sent = [each for replica in self.replicas for each in replica.unaccepted]
+        chosen = [each for each in sent if is_chosen(each.submission.request_id, request_ids)]
+        try:
+            yield self._failover.abort(request_ids)
+        finally:
+            for request in chosen:
+                if request.holder is not None:
+                    request.holder.act_on(request, "end")
 
     @property
     def trouble(self) -> str:

@@ -117,6 +117,11 @@ class Replica:
         return 0 if self._session is None else self._session.backlog
 
     @property
+    def unaccepted(self) -> list[SchedulerRequest]:
+        """Requests that were sent, and that the scheduler has neither accepted nor rejected."""
+        return [] if self._session is None else list(self._session.unaccepted.values())
+
+    @property
     def outstanding_tokens(self) -> int:
         """Tokens of work ahead of a new request: the reported ones, and those submitted since the report."""
         if self._session is None or self.load is None:

@@ -78,7 +78,7 @@ class Session:
         self._has_mail, self._has_room = asyncio.Event(), asyncio.Event()
         self._ended = False
         self._samples: dict[int, ActiveSample | None] = {}  # by handle, until its Finish; None: cancelled or abandoned
-        self._unaccepted: dict[int, SchedulerRequest] = {}  # by first handle
+        self.unaccepted: dict[int, SchedulerRequest] = {}  # by first handle
         self._slots = SampleSlots()
         self._beats_answered = 0
         self._written = self._received = 1  # messages; both sides have sent their first
@@ -97,7 +97,7 @@ class Session:
             raise PayloadTooLarge(f"the request is {size} bytes for the scheduler: at most {MAX_PUBLIC_MESSAGE_BYTES}")
         handle = message.submit.handle = self._slots.take(len(request.samples), per_token=request.parent.per_token)
         self._samples.update(enumerate(request.samples, handle))
-        self._unaccepted[handle] = request
+        self.unaccepted[handle] = request
         request.holder, request.handle, request.sent = self, handle, request.samples
         self.unreported_tokens += request.submission.most_tokens
         self._outbox.append(message)
@@ -257,14 +257,14 @@ class Session:
     # Events from the reader.
 
     def _on_acceptance(self, handle: int) -> None:
-        request = self._unaccepted.pop(handle, None)
+        request = self.unaccepted.pop(handle, None)
         if request is not None and not request.accepted and self._wanted(handle, request):
             request.accepted = True
             with request.parent.failing_on_errors("an acceptance could not be processed"):
                 request.parent.on_accepted()
 
     def _on_rejection(self, rejection: session_pb2.Rejection) -> None:
-        request = self._unaccepted.pop(rejection.handle, None)
+        request = self.unaccepted.pop(rejection.handle, None)
         if request is None:
             return
         wanted = self._wanted(rejection.handle, request)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from services.common.boundaries import undo_on_error_async
@@ -28,7 +29,8 @@ async def pause(fleet: Fleet, mode: PauseMode, *, recompute: bool = False) -> in
 
     Raises the error of a scheduler. The others are paused then: resume, or pause again.
     """
-    return sum(each.aborted_samples for each in await _pause(fleet.replicas, mode, recompute=recompute))
+    with aborting(fleet, mode) as queued:
+        return queued + sum(each.aborted_samples for each in await _pause(fleet.replicas, mode, recompute=recompute))
 
 
 async def resume(fleet: Fleet) -> None:
@@ -52,10 +54,15 @@ async def abort(fleet: Fleet, request_ids: Sequence[str]) -> int:
 
     Return the number of their samples. Raises the error of a scheduler.
     """
-    queued = fleet.abort_queued(frozenset(request_ids) or None)  # first, so that none is sent to a scheduler meanwhile
     request = control_pb2.AbortRequestsRequest(request_ids=request_ids)
-    responses = await call_all(fleet.replicas, lambda stub: stub.AbortRequests, request, since=_SINCE)
+    with fleet.aborting(frozenset(request_ids) or None) as queued:
+        responses = await call_all(fleet.replicas, lambda stub: stub.AbortRequests, request, since=_SINCE)
     return queued + sum(each.samples for each in responses)
+
+
+def aborting(fleet: Fleet, mode: PauseMode) -> AbstractContextManager[int]:
+    """Return a context for calls that pause the schedulers in ``mode``. With ``abort``, it is ``Fleet.aborting``."""
+    return fleet.aborting(None) if mode == "abort" else nullcontext(0)
 
 
 async def reset_prefix_cache(fleet: Fleet) -> int:
@@ -136,9 +143,10 @@ async def _commit(fleet: Fleet, ids: Sequence[str], mode: PauseMode) -> str:
         were_paused = dict(zip(fleet.replicas, await _are_paused(fleet), strict=True))
         running = [replica for replica, was_paused in were_paused.items() if not was_paused]
         if mode == "abort":
-            aborting = control_pb2.AbortRequestsRequest()
+            request = control_pb2.AbortRequestsRequest()
             paused = [replica for replica, was_paused in were_paused.items() if was_paused]
-            await call_all(paused, lambda stub: stub.AbortRequests, aborting, since=_SINCE)
+            with fleet.aborting(None):
+                await call_all(paused, lambda stub: stub.AbortRequests, request, since=_SINCE)
         resuming = [control_pb2.ResumeRequest()] * len(running)
         try:
             pauses = await _pause(running, mode, limit_ns=_MOST_PAUSE_NS)

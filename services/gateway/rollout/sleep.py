@@ -5,7 +5,7 @@ from typing import Literal, get_args
 from services.common.memory_parts import MemoryPart, Parts, part_names, read_parts, write_parts
 from services.gateway.engine.each_scheduler import call_all
 from services.gateway.engine.fleet import Fleet
-from services.gateway.rollout.control import MODES, PauseMode
+from services.gateway.rollout.control import MODES, PauseMode, aborting
 from tokasaurus.scheduler.v1 import observe_pb2, sleep_pb2
 
 Tag = Literal["weights", "kv_cache"]
@@ -25,8 +25,9 @@ async def sleep(fleet: Fleet, parts: Parts, level: int, mode: PauseMode) -> tupl
     Raises the error of a scheduler. The others are asleep then: repeat the call, or wake them.
     """
     request = sleep_pb2.SleepRequest(level=level, mode=MODES[mode], parts=write_parts(parts))
-    responses = await call_all(fleet.replicas, lambda stub: stub.Sleep, request, since=_SINCE, timeout_s=None)
-    return sum(each.aborted_samples for each in responses), sum(each.released_bytes for each in responses)
+    with aborting(fleet, mode) as queued:
+        responses = await call_all(fleet.replicas, lambda stub: stub.Sleep, request, since=_SINCE, timeout_s=None)
+    return queued + sum(each.aborted_samples for each in responses), sum(each.released_bytes for each in responses)
 
 
 async def wake(fleet: Fleet, parts: Parts) -> list[str]:
