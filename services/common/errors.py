@@ -165,6 +165,11 @@ class Cancelled(TokaError):
 
     reason = "CANCELLED_BY_OPERATOR"
 
+    @classmethod
+    def by_operator(cls) -> "Cancelled":
+        """Return the error of a client whose request an operator cancelled."""
+        return cls("an operator ended this request")
+
 
 class Internal(TokaError):
     """A defect of the service. The message contains no user data."""

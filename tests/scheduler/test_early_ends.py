@@ -3,15 +3,19 @@
 import asyncio
 import threading
 
+import grpc
 import pytest
+from google.rpc import code_pb2
 
+from services.common.errors import Cancelled
+from services.common.rpc.status import from_rpc_error, from_status
 from services.scheduler.grammar.checker import GrammarChecker
 from tests.fakes.model import FakeShape
-from tests.scheduler.service import PROMPT, Service, session, start
+from tests.scheduler.service import PROMPT, Service, session, start, status_of
 from tests.scheduler.test_weights import stage
 from tokasaurus.scheduler.v1 import control_pb2 as c
 from tokasaurus.scheduler.v1 import generate_pb2 as g
-from tokasaurus.scheduler.v1 import sleep_pb2
+from tokasaurus.scheduler.v1 import observe_pb2, sleep_pb2
 
 SHAPE = FakeShape(max_slots=2)
 FIELDS = {"tokens": g.TokenPrompt(token_ids=PROMPT), "stopping": g.Stopping(max_tokens=10)}
@@ -69,6 +73,10 @@ async def commit(service: Service) -> int:
     return (await service.stub.CommitWeights(request)).aborted_samples
 
 
+async def cancel(service: Service) -> int:
+    return (await service.stub.CancelRequest(observe_pb2.CancelRequestRequest(request_id="a"))).samples
+
+
 @pytest.mark.parametrize("end", [abort, pause, sleep, pause_and_sleep, commit])
 async def test_requests_whose_grammars_are_checked_are_aborted(checks, end):
     async with start(SHAPE) as service, session(service) as client, session(service) as other:
@@ -112,7 +120,25 @@ async def test_a_commit_during_a_pause_leaves_requests_whose_grammars_are_checke
         assert client.samples[0].finish.reason != g.FINISH_REASON_ABORTED
 
 
-@pytest.mark.parametrize("end", [abort, pause])
+async def test_an_operator_cancels_requests_whose_grammars_are_checked(checks):
+    async with start(SHAPE) as service, session(service) as client:
+        await client.submit(0, request_id="a", n=2, **CONSTRAINED)
+        call = service.stub.Generate(g.GenerateRequest(request_id="b", **CONSTRAINED))
+        ended = asyncio.ensure_future(status_of(call))
+        await checks.until_begun(2)
+        assert await cancel(service) == 2
+        await service.stub.CancelRequest(observe_pb2.CancelRequestRequest(request_id="b"))
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await service.stub.CancelRequest(observe_pb2.CancelRequestRequest(request_id="c"))
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+        checks.release()
+        await client.decided(0)
+        assert client.rejected[0].code == code_pb2.CANCELLED
+        for error in (from_status(client.rejected[0]), from_rpc_error(await ended)):
+            assert (type(error), error.reason) == (Cancelled, "CANCELLED_BY_OPERATOR")
+
+
+@pytest.mark.parametrize("end", [abort, pause, cancel])
 async def test_requests_that_the_step_loop_has_not_taken_end(end):
     async with start(SHAPE) as service, session(service) as client:
         engine, gate = service.server.engine, threading.Event()
@@ -126,7 +152,8 @@ async def test_requests_that_the_step_loop_has_not_taken_end(end):
             gate.set()
         assert await ending == 2
         await client.finished(0, 1)
-        assert [client.samples[handle].finish.reason for handle in range(2)] == [g.FINISH_REASON_ABORTED] * 2
+        reason = g.FINISH_REASON_CANCELLED if end is cancel else g.FINISH_REASON_ABORTED
+        assert [client.samples[handle].finish.reason for handle in range(2)] == [reason] * 2
 
 
 async def until(condition) -> None:

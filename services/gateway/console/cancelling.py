@@ -7,13 +7,14 @@ from tokasaurus.scheduler.v1 import observe_pb2
 
 
 async def cancel_request(fleet: Fleet, request_id: str) -> int:
-    """Cancel a request at all schedulers, since failover may have moved it. Return the number of cancelled samples.
+    """Cancel a request here and at all schedulers, since failover may have moved it.
 
-    Raises ``NotFound``, or the error of a scheduler.
+    Return the number of cancelled samples. Raises ``NotFound``, or the error of a scheduler.
     """
+    queued = fleet.cancel_queued(request_id)
     request = observe_pb2.CancelRequestRequest(request_id=request_id)
     responses = await call_each(fleet.replicas, lambda stub: stub.CancelRequest, request, since="1.7")
-    if cancelled := sum(each.samples for each in responses if not isinstance(each, TokaError)):
+    if cancelled := queued + sum(each.samples for each in responses if not isinstance(each, TokaError)):
         return cancelled
     errors = [each for each in responses if isinstance(each, TokaError)]
     if errors and all(error.reason == NOT_CONNECTED for error in errors):

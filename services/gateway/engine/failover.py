@@ -13,7 +13,7 @@ import numpy as np
 import structlog
 
 from services.common.boundaries import errors_to
-from services.common.errors import Internal, Overloaded, TokaError, Unavailable
+from services.common.errors import Cancelled, Internal, Overloaded, TokaError, Unavailable
 from services.common.process.time_slice import TimeSlice
 from services.common.request_ids import is_chosen
 from services.gateway.engine.active_request import ActiveSample, SchedulerRequest
@@ -140,6 +140,16 @@ class Failover:
         chosen = self._take(request_ids)
         for request in chosen:
             self._abort(request)
+        return sum(len(request.samples) for request in chosen)
+
+    def cancel(self, request_id: str) -> int:
+        """Cancel queued requests for an operator. Return the number of their samples.
+
+        ``request_id`` also stands for the parts of its request that another scheduler had.
+        """
+        chosen = self._take({request_id})
+        for request in chosen:
+            request.parent.fail(Cancelled.by_operator())
         return sum(len(request.samples) for request in chosen)
 
     def act_on(self, request: SchedulerRequest, action: SampleAction) -> None:

@@ -131,6 +131,10 @@ class Fleet:
                 if request.holder is not None:
                     request.holder.act_on(request, "end")
 
+    def cancel_queued(self, request_id: str) -> int:
+        """Cancel a request that no scheduler has, for an operator. Return the number of its samples."""
+        return self._failover.cancel(request_id)
+
     @property
     def trouble(self) -> str:
         """The reason why no scheduler is ready, or an empty string if one is."""

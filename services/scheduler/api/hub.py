@@ -108,6 +108,14 @@ class Hub:
         unchecked = self.unchecked.abort(request_ids)
         return unchecked + await self.ask(lambda core: core.abort(request_ids), after_requests=True)
 
+    async def cancel(self, request_id: str) -> int:
+        """Cancel a request for an operator. Return the number of its samples.
+
+        A request whose grammar is being checked fails afterwards.
+        """
+        unchecked = self.unchecked.cancel(request_id)
+        return unchecked + await self.ask(lambda core: core.cancel_request(request_id), after_requests=True)
+
     def _dispatch(self, events: Events) -> None:
         for sink, item in events:
             if sink is not None:

@@ -159,7 +159,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def CancelRequest(
         self, request: observe_pb2.CancelRequestRequest, context: AnyContext
     ) -> observe_pb2.CancelRequestResponse:
-        samples = await self._hub.ask(lambda core: core.cancel_request(request.request_id))
+        samples = await self._hub.cancel(request.request_id)
         if not samples:
             raise _not_found(request.request_id)
         log.info("a request was cancelled by an operator", request_id=request.request_id, samples=samples)

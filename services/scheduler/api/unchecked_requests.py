@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 import structlog
 
+from services.common.errors import Cancelled
 from services.common.request_ids import is_chosen
 from services.scheduler.core.request import FinishReason, Request
 from services.scheduler.grammar.checker import GrammarChecker
@@ -16,7 +17,7 @@ _AFTER_DEADLINE_S = 0.01  # margin after which a request is overdue by any clock
 
 
 class UncheckedRequests:
-    """Registry of these requests. A request that is aborted ends after its check.
+    """Registry of these requests. A request that is aborted or cancelled ends after its check.
 
     Used on the event loop.
     """
@@ -27,9 +28,8 @@ class UncheckedRequests:
     async def check(self, grammar_checker: GrammarChecker, request: Request, name: str) -> bool:
         """Check the grammar of ``request``, called ``name`` in errors. Return whether it was aborted meanwhile.
 
-        The caller submits an aborted request, and then ends its samples. Raises as ``GrammarChecker.check`` does.
-
-        It also returns at the request's deadline. A request that is submitted then ends as overdue.
+        The caller submits an aborted request, and then ends its samples. Raises as ``GrammarChecker.check`` does, and
+        ``Cancelled``. It also returns at the request's deadline. A request that is submitted then ends as overdue.
         """
         client, left = (request.fairness_key, request.sink), None
         if request.deadline_ms is not None:
@@ -41,11 +41,17 @@ class UncheckedRequests:
             log.info("a request's deadline passed before its grammar was checked", request_id=request.request_id)
         finally:
             ending = self._endings.pop(request)
+        if ending is FinishReason.CANCELLED:
+            raise Cancelled.by_operator()
         return ending is FinishReason.ABORTED
 
     def abort(self, request_ids: Collection[str] | None) -> int:
         """Abort requests. Return the number of their samples. ``request_ids`` is as for ``is_chosen``."""
         return self._end(FinishReason.ABORTED, lambda request: is_chosen(request.request_id, request_ids))
+
+    def cancel(self, request_id: str) -> int:
+        """Cancel a request for an operator. Return the number of its samples."""
+        return self._end(FinishReason.CANCELLED, lambda request: request.request_id == request_id)
 
     def _end(self, reason: FinishReason, is_meant: Callable[[Request], bool]) -> int:
         requests = list(filter(is_meant, self._endings))

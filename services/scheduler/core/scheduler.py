@@ -137,8 +137,7 @@ class Scheduler:
         """Cancel the unfinished samples of a request for an operator. Return their number."""
         request = self.state.queue.requests.get(request_id)
         live = [] if request is None else [sample for sample in request.samples if not sample.finished]
-        error = Cancelled("an operator ended this request")
-        self._lifecycle.end(live, FinishReason.CANCELLED, error)
+        self._lifecycle.end(live, FinishReason.CANCELLED, Cancelled.by_operator())
         self._end_broken()
         return len(live)
 

@@ -103,4 +103,4 @@ async def test_a_scheduler_that_cannot_be_asked(stub, error):
         if stub == "closed":
             await channel.close()
         with pytest.raises(error):
-            await cancel_request(SimpleNamespace(replicas=(replica,)), "x")
+            await cancel_request(SimpleNamespace(replicas=(replica,), cancel_queued=lambda _: 0), "x")

@@ -7,7 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from services.common.errors import Cancelled, NotFound
 from services.common.memory_parts import ALL_PARTS
+from services.gateway.console.cancelling import cancel_request
 from services.gateway.engine.active_request import ActiveRequest
 from services.gateway.engine.fleet import Fleet
 from services.gateway.engine.request import PromptRequest, Settings
@@ -119,3 +121,17 @@ async def test_requests_on_their_way_to_a_scheduler_end(end, monkeypatch):
         assert await reasons(active) == ["abort"] * 2
         worker.release()
         assert await reasons(other) == ["length" if end is abort else "abort"] * 2
+
+
+async def test_operators_cancel_requests_that_wait_in_the_gateway():
+    async with Schedulers.running(1) as schedulers:
+        [fleet] = schedulers.fleets
+        active, other = [await generate(fleet, name, "a model without a scheduler") for name in ("r", "other")]
+        assert await cancel_request(fleet, "r") == 2
+        with pytest.raises(Cancelled):
+            await reasons(active)
+        with pytest.raises(NotFound):
+            await cancel_request(fleet, "r")
+        assert await abort(fleet) == 0
+        assert await control.abort(fleet, []) == 2
+        assert await reasons(other) == ["abort"] * 2
