@@ -118,6 +118,7 @@ class FakeModel:
         self.grammars = FollowedGrammars()
         self.experts = FollowedExperts()
         self.fail_tokens: dict[int, str] = {}  # a slot whose prompt begins with this token fails
+        self.scored_tokens = 0  # tokens of prompts
 
     @property
     def prefilled_tokens(self) -> int:
@@ -142,6 +143,7 @@ class FakeModel:
     def _score(self, result: plan_pb2.StepResult) -> None:
         for slot, due in self.checker.scores_due.items():
             scored = self.checker.prompts[slot][due.start : due.stop]
+            self.scored_tokens += len(scored)
             scores = result.prompts.add(slot=slot, start=due.start)
             fill(scores, "logprobs", chosen_logprob(scored))
             fill(scores, "ranks", scored % 7 + 1)

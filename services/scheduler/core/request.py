@@ -78,6 +78,7 @@ class Request:
     sink: int = 0  # destination of the output
     handle: int = 0  # of sample 0; sample i has handle + i
     scored: int = 0  # prompt tokens after the first with log-probabilities that were sent or are not wanted
+    scorer: "Sample | None" = None  # the sample that was admitted last to compute the missing log-probabilities
     limit: int = 0  # greatest length of a sample, prompt included
     guaranteed: bool = True
     length_class_id: int = 0  # class of the length predictor
@@ -109,8 +110,13 @@ class Request:
 
     @property
     def unscored(self) -> bool:
-        """True while wanted log-probabilities of the prompt are missing. Cached tokens have none."""
-        return self.sampling.prompt_logprobs is not None and self.scored < self.prompt_tokens - 1
+        """True while wanted log-probabilities of the prompt are missing, and no sample in a slot computes them.
+
+        Cached tokens have none.
+        """
+        if self.sampling.prompt_logprobs is None or self.scored >= self.prompt_tokens - 1:
+            return False
+        return self.scorer is None or self.scorer.slot < 0
 
 
 @dataclass(eq=False)

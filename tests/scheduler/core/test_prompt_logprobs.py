@@ -1,5 +1,7 @@
 """Log-probabilities of prompts: told once, in order, whatever is cached, shared or interrupted."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -87,6 +89,23 @@ def test_pages_before_the_start_are_not_computed_again(start, cached, n):
         assert driver.model.prefilled_tokens - before == len(PROMPT) - cached
     assert driver.seen[handle].finish.cached_prompt_tokens == cached
     for sample in range(handle, handle + n):
+        assert driver.seen[sample].tokens == driver.expected(sample)[0]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("tokens_per_step", [16, 64])
+def test_the_samples_of_a_request_score_their_prompt_once(tokens_per_step, cached):
+    """Another request's pages may hold the prompt. Then a sample may score the prompt's last page again."""
+    driver = Scores(replace(SHAPE, max_tokens_per_step=tokens_per_step))
+    if cached:
+        driver.submit(PROMPT, max_tokens=3)
+        driver.run()
+    handle = driver.submit(PROMPT, n=5, sampling=ASKED, max_tokens=6)
+    driver.run()
+    driver.check(handle, PROMPT)
+    again = SHAPE.page_size if cached else 0
+    assert len(PROMPT) - 1 <= driver.model.scored_tokens <= len(PROMPT) - 1 + again
+    for sample in range(handle, handle + 5):
         assert driver.seen[sample].tokens == driver.expected(sample)[0]
 
 

@@ -194,7 +194,8 @@ class Lifecycle:
         state.queue.counters.sequences_cancelled += reason is FinishReason.CANCELLED
         if not request.unfinished:
             state.queue.requests.pop(request.request_id, None)
-            request.samples.clear()  # breaks a reference cycle, which would stay in memory for minutes
+            request.samples.clear()  # breaks reference cycles, which would stay in memory for minutes
+            request.scorer = None
         finish = None
         try:
             if request.share is not None and not request.waiting:

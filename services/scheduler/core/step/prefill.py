@@ -242,6 +242,9 @@ class Prefill:
         entries, lengths, prepared = self._prepare(entries, lengths)
         if not entries:
             return []
+        for entry in entries:
+            if (request := entry.samples[0].request).unscored and not entry.shared:
+                request.scorer = entry.samples[0]
         placed = self._lifecycle.admit(entries, prepared, lengths, plan.step, now_ns)
         copies: list[tuple[int, int]] = []  # (source page, target page)
         admissions: list[Admission] = []
