@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 from fastapi import Response
 
@@ -238,14 +239,22 @@ class Answer:
         prompt, scores = self.prompts[number].prompt_ids, choice.request.prompt_scores[number]
         scored = settings.prompt_logprobs is not None and choice.request.scored_end(number) >= len(prompt)
         if scored and settings.requested_prompt_logprobs is not None:
-            top, token_text = settings.requested_prompt_logprobs, self.gateway.text.token_text
-            start = settings.prompt_logprobs_start
-            piece = piece._replace(prompt_logprobs=prompt_logprobs(prompt, scores, top, token_text, start))
+            kept = self._prompt_logprobs
+            if number not in kept:
+                kept.clear()
+                top, token_text = settings.requested_prompt_logprobs, self.gateway.text.token_text
+                kept[number] = prompt_logprobs(prompt, scores, top, token_text, settings.prompt_logprobs_start)
+            piece = piece._replace(prompt_logprobs=kept[number])
         if not self.echo:
             return piece
         if scored and self.shape.returns_logprobs:
             return echoed(prompt, scores, settings.top_logprobs, self.echo[number], self._vocabulary, piece)
         return piece._replace(text=self.echo[number] + piece.text)
+
+    @cached_property
+    def _prompt_logprobs(self) -> dict[int, list[dict[str, Any] | None]]:
+        """``prompt_logprobs`` of the prompt that was written last, by its number, for its other samples."""
+        return {}
 
     def _prompt_work(self, choice: ActiveSample) -> int:
         """Return the number of prompt tokens about which data is returned with a choice."""
