@@ -5,6 +5,7 @@ from itertools import islice
 
 import openai
 import pytest
+from sqlalchemy import Engine, event
 
 from services.gateway.store import chats as records
 from services.gateway.store.chats import ChatFilter, Chats
@@ -143,6 +144,31 @@ def test_without_a_store_a_chat_completion_that_is_to_be_stored_is_refused(bare)
 
 def test_metadata_that_the_store_cannot_keep_is_named(qwen):
     assert error_of(qwen.chat(store=True, metadata={"a": "\0"}), 400)["param"] == "metadata"
+
+
+async def test_only_the_list_of_messages_reads_messages(store_url):
+    store = await Store.open(store_url)
+    statements: list[str] = []
+
+    def note(connection, cursor, statement, *_) -> None:
+        statements.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        chats = Chats(store)
+        await chats.keep("chatcmpl-1", b"{}", b"[1]", "m", None, "")
+        statements.clear()
+        [chat], _ = await chats.page("", ChatFilter(), after=None, limit=1, newest_first=True)
+        await chats.get("chatcmpl-1", "")
+        await chats.update("chatcmpl-1", {"a": "b"}, "")
+        assert chat.body == b"{}"
+        assert [each for each in statements if "body" in each]
+        assert not [each for each in statements if "items" in each]
+        assert await chats.messages("chatcmpl-1", "") == b"[1]"
+        await chats.delete("chatcmpl-1", "")
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+        await store.close()
 
 
 async def test_chat_completions_are_forgotten_when_their_time_is_over(store_url, monkeypatch):

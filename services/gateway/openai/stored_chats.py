@@ -77,8 +77,8 @@ async def list_chat_messages(request: Request, completion_id: str) -> Response:
     """List the messages that a stored chat completion answers, the first one first."""
     query = Query(request)
     most, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("asc", "desc"))
-    chat = await (await opened(request)).chats.get(completion_id, read_caller(request).owner)
-    messages = await request.app.state.gateway.text.worked(len(chat.items), orjson.loads, chat.items)
+    stored = await (await opened(request)).chats.messages(completion_id, read_caller(request).owner)
+    messages = await request.app.state.gateway.text.worked(len(stored), orjson.loads, stored)
     return response(200, page_of(messages, query, most, reverse=order == "desc"))
 
 

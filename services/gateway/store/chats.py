@@ -59,9 +59,14 @@ class Chats:
         await self._inserts.add(row, len(body) + len(messages), MAX_WAITING_BYTES)
 
     async def get(self, chat_id: str, key_name: str) -> StoredChat:
-        """Return a chat completion. Raises ``NotFound``, also for another key's."""
+        """Return a chat completion without its messages. Raises ``NotFound``, also for another key's."""
         async with self._store.reading() as session:
             return await _CHATS.find(session, chat_id, key_name)
+
+    async def messages(self, chat_id: str, key_name: str) -> bytes:
+        """Return the JSON of the messages that a chat completion answers. Raises ``NotFound``."""
+        async with self._store.reading() as session:
+            return (await _CHATS.find(session, chat_id, key_name, read=StoredChat.items)).items
 
     async def update(self, chat_id: str, labels: dict[str, str] | None, key_name: str) -> StoredChat:
         """Replace the labels of a chat completion. Raises ``NotFound``."""
@@ -78,7 +83,7 @@ class Chats:
     async def page(
         self, key_name: str, wanted: ChatFilter, *, after: str | None, limit: int, newest_first: bool
     ) -> tuple[Sequence[StoredChat], bool]:
-        """Return at most ``limit`` chat completions after ``after``, and whether there are more.
+        """Return at most ``limit`` chat completions after ``after``, without messages, and whether there are more.
 
         Raises ``InvalidRequest`` if there is no chat completion ``after``.
         """

@@ -5,7 +5,7 @@ from typing import Any, Generic, TypeVar
 
 from sqlalchemy import ColumnElement, select, true
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import InstrumentedAttribute
+from sqlalchemy.orm import InstrumentedAttribute, undefer
 
 from services.common.errors import InvalidRequest, NotFound
 from services.gateway.store.tables import Listed
@@ -42,14 +42,17 @@ class OwnedRows(Generic[R]):
         field: str | None = None,
         locked: bool = False,
         shared: bool = False,
+        read: InstrumentedAttribute[Any] | None = None,
     ) -> R:
         """Return a row. Raises ``NotFound``, also for another owner's, which names ``field`` if that is given.
 
         If ``locked``, no other transaction can change the row until this one ends. A ``shared`` lock allows others to
-        lock it, too.
+        lock it, too. ``read`` is a deferred column that is read, too.
         """
         table = self._table
         query = select(table).where(table.id == object_id, self._owner == owner, self._visible())
+        if read is not None:
+            query = query.options(undefer(read))
         found = await session.scalar(query.with_for_update(read=shared) if locked else query)
         if found is None:
             raise NotFound(

@@ -147,7 +147,8 @@ class StoredChat(Owned, Base):
     __tablename__ = "toka_chats"
 
     body: Mapped[bytes] = mapped_column(Bytes)  # JSON, without ``metadata``
-    items: Mapped[bytes] = mapped_column(Bytes)  # JSON: a list of messages
+    # JSON: a list of messages. Only queries that name this column read it.
+    items: Mapped[bytes] = mapped_column(Bytes, deferred=True, deferred_raiseload=True)
     model: Mapped[str] = mapped_column(String(512))
     labels: Mapped[dict[str, str] | None] = mapped_column(JSON)  # OpenAI's ``metadata``
     expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
