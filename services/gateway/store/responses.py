@@ -70,10 +70,11 @@ class Responses:
         except IntegrityError as error:
             raise AlreadyExists("a response with this id is stored already") from error
 
-    async def get(self, response_id: str, key_name: str = "") -> StoredResponse:
-        """Return a response. Raises ``NotFound``, also for another key's."""
+    async def get(self, response_id: str, key_name: str = "", *, with_items: bool = False) -> StoredResponse:
+        """Return a response, with its ``items`` if ``with_items``. Raises ``NotFound``, also for another key's."""
+        read = StoredResponse.items if with_items else None
         async with self._store.reading() as session:
-            return await _RESPONSES.find(session, response_id, key_name)
+            return await _RESPONSES.find(session, response_id, key_name, read=read)
 
     async def bodies(self, ids: Collection[str], key_name: str, most_bytes: int) -> list[bytes]:
         """Return the bodies of the key's responses among ``ids``. Stop reading after more than ``most_bytes``."""

@@ -93,16 +93,12 @@ class StoredResponse(Owned, Base):
     __tablename__ = "toka_responses"
 
     body: Mapped[bytes] = mapped_column(Bytes)  # JSON, as sent to the client
-    items: Mapped[bytes] = mapped_column(Bytes)  # JSON: a list of items, each with its own id
+    # JSON: a list of items, each with its own id. Only queries that name this column read it.
+    items: Mapped[bytes] = mapped_column(Bytes, deferred=True, deferred_raiseload=True)
     expires_at: Mapped[int] = mapped_column(BigInteger, index=True)
     status: Mapped[str] = mapped_column(String(16), default=COMPLETED, server_default=COMPLETED)
     owner: Mapped[str | None] = mapped_column(String(160))
     lease_until: Mapped[float | None] = mapped_column(Double, index=True)  # None: no gateway works on it
-
-    @property
-    def size(self) -> int:
-        """Size in bytes."""
-        return len(self.body) + len(self.items)
 
 
 class StoredEvents(Base):

@@ -46,12 +46,12 @@ async def test_a_response_whose_lease_has_passed_fails_once_and_its_gateway_come
     assert (await other.get("resp_1", "team")).status == "in_progress"
     await pass_leases(store)
     await other.fail_abandoned()
-    kept = await other.get("resp_1", "team")
+    kept = await other.get("resp_1", "team", with_items=True)
     assert kept.status == "failed"
     assert ABANDONED.encode() in kept.body
     assert await slow.beat(["resp_1"]) == set()
     assert not await slow.end(response(status="completed"), "team", None)
-    left = await other.get("resp_1", "team")
+    left = await other.get("resp_1", "team", with_items=True)
     assert (left.status, left.body, left.items) == (kept.status, kept.body, kept.items)
 
 

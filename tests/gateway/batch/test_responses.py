@@ -4,6 +4,7 @@ import asyncio
 import sqlite3
 
 import pytest
+from sqlalchemy import Engine, event
 
 from services.common.errors import NotFound, Overloaded
 from services.gateway.store.database import Store
@@ -20,10 +21,32 @@ async def test_responses_that_end_together_are_kept_in_few_transactions(store_ur
         responses = Responses(store)
         await asyncio.gather(*(responses.keep({"id": f"resp_{n}", "output": []}, b"[]") for n in range(600)))
         assert len(writes) == 3
-        assert (await responses.get("resp_599")).items == b"[]"
+        assert (await responses.get("resp_599", with_items=True)).items == b"[]"
         await responses.keep({"id": "resp_later", "output": []}, b"[]")
         assert len(writes) == 4
     finally:
+        await store.close()
+
+
+async def test_a_response_is_read_and_cancelled_without_its_items(store_url):
+    store, statements = await Store.open(store_url), []
+
+    def note(connection, cursor, statement, *_) -> None:
+        statements.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        responses = Responses(store, "me")
+        await responses.begin({"id": "resp_1", "status": "queued", "background": True}, b"[1]", "")
+        statements.clear()
+        assert (await responses.get("resp_1")).status == "queued"
+        await responses.cancel("resp_1", "")
+        assert [each for each in statements if "body" in each]
+        assert not [each for each in statements if "items" in each]
+        assert (await responses.get("resp_1", with_items=True)).items == b"[1]"
+        await responses.delete("resp_1")
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
         await store.close()
 
 
@@ -56,7 +79,7 @@ async def test_one_that_cannot_be_kept_fails_no_other(store_url):
         )
         assert [error is None for error in told] == [True, True, False, True]
         for one in names:
-            assert (await responses.get(one)).items == b"[]"
+            assert (await responses.get(one, with_items=True)).items == b"[]"
     finally:
         await store.close()
 
@@ -87,7 +110,7 @@ async def test_what_nobody_waits_for_is_not_kept_later(held):
     for number in range(3):
         with pytest.raises(NotFound):
             await responses.get(f"resp_{number}")
-    assert (await responses.get("resp_wanted")).items == b"[]"
+    assert (await responses.get("resp_wanted", with_items=True)).items == b"[]"
 
 
 async def test_no_more_waits_for_a_store_than_there_is_room_for(held, monkeypatch):
@@ -135,6 +158,6 @@ async def test_a_store_of_the_version_before_gets_the_table(tmp_path):
     store = await Store.open(f"sqlite:///{path}")
     try:
         await Responses(store).keep({"id": "resp_1", "output": []}, b"[]")
-        assert (await Responses(store).get("resp_1")).items == b"[]"
+        assert (await Responses(store).get("resp_1", with_items=True)).items == b"[]"
     finally:
         await store.close()

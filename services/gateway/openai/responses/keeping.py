@@ -110,7 +110,7 @@ async def _earlier(gateway: Gateway, body: ResponsesBody, size: int, key_name: s
     elif body.previous_response_id is not None:
         store = await opened_for(gateway, field)
         try:
-            kept = await finish_shielded(store.responses.get(body.previous_response_id, key_name))
+            kept = await finish_shielded(store.responses.get(body.previous_response_id, key_name, with_items=True))
         except NotFound as error:
             raise InvalidRequest(
                 f"previous_response_id: {error.message}; send the conversation as input",
@@ -125,7 +125,7 @@ async def _earlier(gateway: Gateway, body: ResponsesBody, size: int, key_name: s
             )
         if len(kept.items) > MAX_EARLIER_BYTES:
             raise _too_long(field, f"more than {MAX_EARLIER_BYTES} bytes")
-        most = kept.size  # log-probabilities included
+        most = len(kept.body) + len(kept.items)  # log-probabilities included
         stored = await gateway.text.worked(size + most, lambda: [*orjson.loads(kept.items), *outputs([kept.body])])
     else:
         return Earlier([], []), size

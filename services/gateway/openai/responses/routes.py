@@ -139,7 +139,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     query = Query(request)
     most, order = query.number("limit", 20, 1, MAX_PAGE), query.one_of("order", ("desc", "asc"))
     check_include_query(request)
-    kept = await (await opened(request)).responses.get(response_id, read_caller(request).owner)
+    kept = await (await opened(request)).responses.get(response_id, read_caller(request).owner, with_items=True)
     items = await request.app.state.gateway.text.worked(len(kept.items), orjson.loads, kept.items)
     return response(200, page_of(items, query, most, reverse=order == "desc"))
 
@@ -171,7 +171,7 @@ async def _earlier(
         return EventStream(store.background.follow(response_id, owner, 0), lambda disconnected: None, headers)
     if kept.status == FAILED:
         return None
-    events = await gateway.text.worked(kept.size, replayed, kept.body)
+    events = await gateway.text.worked(len(kept.body), replayed, kept.body)
     return Response(events, headers=headers, media_type="text/event-stream")
 
 
