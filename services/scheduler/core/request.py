@@ -110,13 +110,13 @@ class Request:
 
     @property
     def unscored(self) -> bool:
-        """True while wanted log-probabilities of the prompt are missing, and no sample in a slot computes them.
+        """True while wanted log-probabilities of the prompt are missing. Cached tokens have none."""
+        return self.sampling.prompt_logprobs is not None and self.scored < self.prompt_tokens - 1
 
-        Cached tokens have none.
-        """
-        if self.sampling.prompt_logprobs is None or self.scored >= self.prompt_tokens - 1:
-            return False
-        return self.scorer is None or self.scorer.slot < 0
+    @property
+    def being_scored(self) -> bool:
+        """True while log-probabilities are missing that a sample in a slot computes. If it leaves, another one must."""
+        return self.unscored and self.scorer is not None and self.scorer.slot >= 0
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: told once, in order, whatever is cached, shared or interrupted."""
+"""Log-probabilities of prompts: output once, in order, whatever is cached, shared or interrupted."""
 
 from dataclasses import replace
 
@@ -23,20 +23,20 @@ ASKED = SamplingSettings(Sampling(seed=7), prompt_logprobs=2)
 
 
 class Scores(Driver):
-    """Keeps what was told of prompts, by handle."""
+    """Keeps the output log-probabilities of prompts, by handle."""
 
-    told: dict[int, list[ScoredTokens]]
+    outputs: dict[int, list[ScoredTokens]]
 
     def _note(self, delta):
-        self.told = getattr(self, "told", {})
+        self.outputs = getattr(self, "outputs", {})
         for handle, scored in delta.scored:
             assert not self.seen[handle].tokens, "a prompt's scores behind its tokens"
-            self.told.setdefault(handle, []).append(scored)
+            self.outputs.setdefault(handle, []).append(scored)
         super()._note(delta)
 
     def check(self, handle: int, prompt: list[int], top: int = 2, first: int = 1) -> None:
-        """All of ``prompt`` from position ``first`` was told once, in order."""
-        parts, place = self.told[handle], first
+        """All of ``prompt`` from position ``first`` was output once, in order."""
+        parts, place = self.outputs[handle], first
         for part in parts:
             assert part.start == place
             place += len(part.logprobs)
@@ -54,8 +54,8 @@ def test_scores_are_output_in_chunks_with_the_first_sample(n):
     driver = Scores(SHAPE)
     handle = driver.submit(PROMPT, n=n, sampling=ASKED, max_tokens=6)
     driver.run()
-    assert list(driver.told) == [handle]
-    assert len(driver.told[handle]) >= 3
+    assert list(driver.outputs) == [handle]
+    assert len(driver.outputs[handle]) >= 3
     driver.check(handle, PROMPT)
     for sample in range(handle, handle + n):
         assert driver.seen[sample].tokens == driver.expected(sample)[0]
@@ -142,7 +142,7 @@ def test_two_requests_with_one_prefix_both_get_scores():
     driver.run()
     for handle, more in zip(handles, (5, 6, 5), strict=True):
         driver.check(handle, [*PROMPT, more])
-    assert plain not in driver.told
+    assert plain not in driver.outputs
     for handle in (*handles, plain):
         assert driver.seen[handle].tokens == driver.expected(handle)[0]
 
@@ -158,6 +158,23 @@ def test_a_lost_worker_loses_and_repeats_no_scores(steps, n):
     driver.run()
     driver.check(handle, PROMPT)
     for sample in range(handle, handle + n):
+        assert driver.seen[sample].tokens == driver.expected(sample)[0]
+
+
+@pytest.mark.parametrize("steps", range(8))
+@pytest.mark.parametrize("cached", [False, True])
+def test_scores_are_complete_if_the_sample_that_computes_them_is_cancelled(cached, steps):
+    driver = Scores(SHAPE)
+    if cached:
+        driver.submit([*PROMPT, 5], max_tokens=3)
+        driver.run()
+    handle = driver.submit(PROMPT, n=3, sampling=ASKED, max_tokens=8)
+    for _ in range(steps):
+        driver.step()
+    driver.cancel(handle)
+    driver.run()
+    driver.check(handle, PROMPT)
+    for sample in (handle + 1, handle + 2):
         assert driver.seen[sample].tokens == driver.expected(sample)[0]
 
 
@@ -183,7 +200,7 @@ def test_a_prompt_of_one_token_has_no_scores():
     driver = Scores(SHAPE)
     handle = driver.submit([5], n=2, sampling=ASKED, max_tokens=3)
     driver.run()
-    assert driver.told == {}
+    assert driver.outputs == {}
     assert driver.seen[handle].finish is not None
 
 

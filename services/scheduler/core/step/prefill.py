@@ -167,13 +167,18 @@ class Prefill:
         return 0 if sample.routed < 0 or layout is None else (sample.given - sample.routed) * layout.token_bytes
 
     def _entry(self, plan: PlannedStep, sample: Sample, claimed: set[PageName]) -> Entry | None:
-        """Return the entry of ``sample``, or None while a sent plan or an earlier entry computes more of its prefix."""
+        """Return the entry of ``sample``, or None while it waits for another sample.
+
+        A sent plan or an earlier entry computes more of its prefix, or log-probabilities of its prompt.
+        """
         state, request, size = self._state, sample.request, self._state.pool.shape.page_size
         share, tokens = request.share, sample.tokens
         alone = request.admission_bytes + 4 * (len(sample.generated) - (-len(tokens) // size))
         if alone > _MOST_BYTES_ALONE:
             raise Internal(f"the sequence takes {alone} bytes of a plan, which carries {_MOST_BYTES_ALONE} at most")
-        if share is not None and not len(sample.generated):
+        if request.being_scored:
+            return None
+        if share is not None and not len(sample.generated) and not request.unscored:
             if not 0 < share.ready_step <= plan.step:
                 return None
             cached = len(tokens) - 1
