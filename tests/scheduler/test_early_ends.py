@@ -9,6 +9,7 @@ from google.rpc import code_pb2
 
 from services.common.errors import Cancelled
 from services.common.rpc.status import from_rpc_error, from_status
+from services.scheduler.api.pending_grammars import PendingGrammars
 from services.scheduler.grammar.checker import GrammarChecker
 from tests.fakes.model import FakeShape
 from tests.scheduler.service import PROMPT, Service, session, start, status_of
@@ -94,6 +95,21 @@ async def test_requests_whose_grammars_are_checked_are_aborted(checks, end):
         samples = [client.samples[0], client.samples[1], other.samples[0], (await alone)[0]]
         assert [each.finish.reason for each in samples] == [g.FINISH_REASON_ABORTED] * 4
         assert client.samples[2].finish.reason != g.FINISH_REASON_ABORTED
+
+
+async def test_an_abort_reaches_a_request_whose_check_has_not_begun(monkeypatch):
+    begin, aborted = PendingGrammars.begin, []
+
+    def begin_and_abort(self, request, name):
+        begin(self, request, name)
+        aborted.append(self._unchecked.abort(None))
+
+    monkeypatch.setattr(PendingGrammars, "begin", begin_and_abort)
+    async with start(SHAPE) as service, session(service) as client:
+        await client.submit(0, request_id="a", n=2, **CONSTRAINED)
+        await client.finished(0, 1)
+        assert [client.samples[handle].finish.reason for handle in range(2)] == [g.FINISH_REASON_ABORTED] * 2
+    assert aborted == [2]
 
 
 async def test_an_abort_leaves_requests_with_other_ids(checks):

@@ -52,9 +52,10 @@ class PendingGrammars:
                 reason="GRAMMARS_WAIT",
             )
         self._waiting |= dict.fromkeys(range(request.handle, request.handle + request.n), request)
+        self._unchecked.add(request)  # an abort may come before the task begins
         task = asyncio.create_task(self._check(request, name))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda task: self._end(task, request))
 
     def act_on(self, handles: Sequence[int], action: Action) -> None:
         """Run ``action`` for samples: now, or, for samples whose request waits here, when it has been submitted."""
@@ -69,6 +70,10 @@ class PendingGrammars:
         """Cancel all checks at the end of the session."""
         for task in self._tasks:
             task.cancel()
+
+    def _end(self, task: "asyncio.Task[None]", request: Request) -> None:
+        self._tasks.discard(task)
+        self._unchecked.remove(request)
 
     async def _check(self, request: Request, name: str) -> None:
         error: TokaError | None = None
