@@ -137,17 +137,14 @@ class Failover:
 
         ``request_ids`` is as for ``is_chosen``.
         """
-        chosen = self._take(request_ids)
+        chosen = self._take(lambda request_id: is_chosen(request_id, request_ids))
         for request in chosen:
             self._abort(request)
         return sum(len(request.samples) for request in chosen)
 
     def cancel(self, request_id: str) -> int:
-        """Cancel queued requests for an operator. Return the number of their samples.
-
-        ``request_id`` also stands for the parts of its request that another scheduler had.
-        """
-        chosen = self._take({request_id})
+        """Cancel a queued request for an operator, with its parts. Return the number of its samples."""
+        chosen = self._take(lambda each: each == request_id or each.startswith(f"{request_id}+"))
         for request in chosen:
             request.parent.fail(Cancelled.by_operator())
         return sum(len(request.samples) for request in chosen)
@@ -184,9 +181,9 @@ class Failover:
         self._queue[request] = None
         self._wakeup.set()
 
-    def _take(self, request_ids: Collection[str] | None) -> list[SchedulerRequest]:
-        """Remove the chosen requests from the queue, and return them. ``request_ids`` is as for ``is_chosen``."""
-        chosen = [each for each in self._queue if is_chosen(each.submission.request_id, request_ids)]
+    def _take(self, is_meant: Callable[[str], bool]) -> list[SchedulerRequest]:
+        """Remove the requests from the queue for whose ids ``is_meant`` is true, and return them."""
+        chosen = [each for each in self._queue if is_meant(each.submission.request_id)]
         for request in chosen:
             del self._queue[request]
         return chosen
