@@ -1,4 +1,4 @@
-"""Hosts notice that they have different revisions of a model."""
+"""Fingerprints of different revisions of a model differ."""
 
 import json
 import shutil

@@ -75,11 +75,11 @@ async def test_prompt_logprobs_are_computed_once_for_all_samples_of_a_prompt(tok
     response = await Answer(gateway, jobs, CompletionShape("r", FACTS, None), {}, Caller("", "")).respond(stream=False)
     text.stop()
     assert named == [6, 7, 9, 10]
-    told = [choice["prompt_logprobs"] for choice in orjson.loads(response.body)["choices"]]
-    assert told[0][0] is None
-    assert [list(entry) for entry in told[0][1:]] == [["6"], ["7"]]
-    assert [list(entry) for entry in told[5][1:]] == [["9"], ["10"]]
-    assert (told[:3], told[3:]) == (told[:1] * 3, told[5:] * 3)
+    returned = [choice["prompt_logprobs"] for choice in orjson.loads(response.body)["choices"]]
+    assert returned[0][0] is None
+    assert [list(entry) for entry in returned[0][1:]] == [["6"], ["7"]]
+    assert [list(entry) for entry in returned[5][1:]] == [["9"], ["10"]]
+    assert (returned[:3], returned[3:]) == (returned[:1] * 3, returned[5:] * 3)
 
 
 def test_a_stored_choice_takes_little_more_memory_than_its_text():

@@ -26,7 +26,7 @@ CALLS = {
 
 
 class Method:
-    """A method that is observed: it has begun, with these arguments, and it has ended."""
+    """A wrapped method that records its arguments, and sets events when it begins and ends."""
 
     def __init__(self, monkeypatch, owner: type, name: str) -> None:
         self.begun, self.ended, self.arguments = threading.Event(), threading.Event(), ()

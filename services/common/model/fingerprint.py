@@ -1,4 +1,4 @@
-"""A fingerprint of a model's files, by which hosts notice that they have different revisions of a model. No torch."""
+"""The fingerprint of a model's files. Workers compare it to detect different revisions. No torch."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ def model_fingerprint(directory: Path, *, weights: bool) -> str:
 
 def _parts(path: Path, samples: int) -> Iterator[bytes]:
     """Yield name and size of a file, its first bytes, and ``samples`` parts at equal distances, up to its end."""
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         size = path.stat().st_size
         yield f"{path.name} {size}\n".encode()
         yield file.read(_FIRST_BYTES)

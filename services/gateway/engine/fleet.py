@@ -119,7 +119,7 @@ class Fleet:
     def aborting(self, request_ids: Collection[str] | None) -> Iterator[int]:
         """End the requests that no scheduler has accepted, while the block ends the others at the schedulers.
 
-        Queued requests end at once, with the tokens that they have. The block gets the number of their samples.
+        Queued requests end at once, with the tokens that they have. Yields the number of their samples.
         Requests on their way to a scheduler end when it has accepted them. ``request_ids`` is as for ``is_chosen``.
         """
         sent = [each for replica in self.replicas for each in replica.unaccepted]

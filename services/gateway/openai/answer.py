@@ -253,7 +253,7 @@ class Answer:
 
     @cached_property
     def _prompt_logprobs(self) -> dict[int, list[dict[str, Any] | None]]:
-        """``prompt_logprobs`` of the prompt that was written last, by its number, for its other samples."""
+        """``prompt_logprobs`` by the number of the prompt. Holds only the last prompt, whose samples share them."""
         return {}
 
     def _prompt_work(self, choice: ActiveSample) -> int:

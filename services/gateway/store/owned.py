@@ -47,7 +47,7 @@ class OwnedRows(Generic[R]):
         """Return a row. Raises ``NotFound``, also for another owner's, which names ``field`` if that is given.
 
         If ``locked``, no other transaction can change the row until this one ends. A ``shared`` lock allows others to
-        lock it, too. ``read`` is a deferred column that is read, too.
+        lock it, too. ``read``: a deferred column to load.
         """
         table = self._table
         query = select(table).where(table.id == object_id, self._owner == owner, self._visible())

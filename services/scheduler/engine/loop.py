@@ -105,7 +105,7 @@ class EngineLoop:
     def ask(self, call: Callable[[Scheduler], T], *, after_requests: bool = False) -> Future[T]:
         """Run ``call(core)`` on the loop's thread. Return the future of its result.
 
-        With ``after_requests``, it runs after all earlier submits.
+        With ``after_requests``, it runs after all requests that were submitted before.
         """
         return self._inbox.ask(lambda: call(self._core), after_requests=after_requests)
 
@@ -142,7 +142,7 @@ class EngineLoop:
         self.post(lambda: self._miss(reason))
 
     def pause(self, mode: PauseMode, *, recompute: bool = False, join: bool = False) -> Future[Pause]:
-        """Pause the core after all earlier submits. The future completes when the pause has begun.
+        """Pause the core after all requests that were submitted before. The future completes when the pause has begun.
 
         With ``join``, a pause that was requested before is left as it is. The future fails with ``FailedPrecondition``
         if the core is resumed before.

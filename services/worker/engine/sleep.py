@@ -107,7 +107,7 @@ class Sleeper:
     def _run_between_steps(self, call: Callable[[], T], is_wanted: Callable[[], bool] = lambda: True) -> T:
         """Run ``call`` between two steps, and return its result. A ``TokaError`` does not end the worker.
 
-        ``is_wanted``: as of ``Engine.run_alone``.
+        ``is_wanted`` is as in ``Engine.run_alone``.
         """
         results: list[T] = []
         errors: list[TokaError] = []

@@ -107,7 +107,8 @@ class ModelWeights:
     ) -> WeightsVersion:
         """Write the staged weights over the present ones, between two steps.
 
-        ``committed_unix_ns`` is the time to report, or 0 for the present time. ``is_wanted``: as of ``run_alone``.
+        ``committed_unix_ns`` is the time to report, or 0 for the present time. ``is_wanted`` is as in
+        ``Engine.run_alone``.
 
         Raises ``FailedPrecondition`` if the update is not staged or the weights are asleep, ``Unavailable`` if the
         worker ends before it is written or it is not wanted any more, and ``Internal`` if the worker must end.

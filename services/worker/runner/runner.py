@@ -62,8 +62,8 @@ class StepRunner:
     ) -> None:
         """``fused`` runs decode steps instead of ``model``.
 
-        ``grammars``: None = grammars are not supported, or another rank reports. Then ``mask_words`` is the number of
-        words of its masks.
+        ``grammars``: None = grammars are not supported, or another rank reports. ``mask_words``: number of 32-bit words
+        of a mask; 0 = grammars are not supported.
 
         ``peers``: None = one rank. Several ranks need one thread each, since all must call their collectives in the
         same order. ``recorder``: None = results carry no experts. It needs one thread.
@@ -315,7 +315,7 @@ class StepRunner:
     def _masks(self, slots: np.ndarray) -> RowMasks | None:
         """Return the grammar masks of rows that sample for ``slots [samples]``. Mark slots with failed grammars.
 
-        All ranks of the stage have the same masks: to those of the reporting rank, the others add zeros.
+        All ranks of the stage get the same masks: the other ranks add zeros to those of the reporting rank.
         """
         rows = np.flatnonzero(self._slots.masked[slots])
         if not len(rows):

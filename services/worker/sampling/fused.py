@@ -84,7 +84,7 @@ class FusedSampler:
         self._chunk_rows = chunk_rows
         if mask_shape is not None:
             # Grammar masks of a step. The host of the reporting rank fills them before ``run``; the launches of ``run``
-            # read them. Those of other ranks stay zero, so the sum over the ranks is the masks of the reporting one.
+            # read them. On other ranks they stay zero, so the sum over the ranks equals those of the reporting rank.
             self.masks = torch.zeros(mask_shape, dtype=torch.int32, pin_memory=device.type == "cuda")
             self._bits = torch.empty(chunk_rows, mask_shape[1], dtype=torch.int32, device=device)
 

@@ -13,27 +13,27 @@ from services.worker.parallel.errors import ParallelError
 
 
 def attempt(ranks: list[Ranks], port: int, timeout_s: float = 15.0, settings=(), stores=None) -> list[str]:
-    """Return what each of these workers is told. ``settings`` has those of each.
+    """Return the outcome of each of these workers: ``met``, or its error. ``settings`` has those of each.
 
     ``stores`` gets their stores; None = they close at the end. Other workers lose the connection then.
     """
-    told = [""] * len(ranks)
+    outcomes = [""] * len(ranks)
     settings = list(settings) or [{"page_size": 16}] * len(ranks)
     stores = [] if stores is None else stores
 
     def come(index: int) -> None:
         try:
             stores.append(rendezvous.meet(ranks[index], "127.0.0.1", port, settings[index], timeout_s))
-            told[index] = "met"
+            outcomes[index] = "met"
         except (InvalidRequest, ParallelError) as error:
-            told[index] = f"{type(error).__name__}: {error}"
+            outcomes[index] = f"{type(error).__name__}: {error}"
 
     threads = [threading.Thread(target=come, args=(index,)) for index in range(len(ranks))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return told
+    return outcomes
 
 
 def grid(tp_size: int, pp_size: int) -> list[Ranks]:
@@ -53,27 +53,27 @@ def test_workers_meet_in_any_order():
     ],
 )
 def test_workers_that_were_started_with_other_flags_are_refused(mine, first, message):
-    told = attempt(grid(2, 1), free_port(), settings=[first, mine])
-    assert told[1].startswith("InvalidRequest: flag")
+    outcomes = attempt(grid(2, 1), free_port(), settings=[first, mine])
+    assert outcomes[1].startswith("InvalidRequest: flag")
     with pytest.raises(InvalidRequest, match=message):
-        raise InvalidRequest(told[1].partition(": ")[2])
-    assert told[1].endswith("; start all with the same flags but for their ranks")
-    assert told[0].startswith("ParallelError: the replica cannot start; rank tp_rank=1 pp_rank=0: flag")
+        raise InvalidRequest(outcomes[1].partition(": ")[2])
+    assert outcomes[1].endswith("; start all with the same flags but for their ranks")
+    assert outcomes[0].startswith("ParallelError: the replica cannot start; rank tp_rank=1 pp_rank=0: flag")
 
 
 def test_workers_that_have_other_kernels_are_refused():
-    told = attempt(grid(2, 1), free_port(), settings=[{"flashinfer": True}, {"flashinfer": False}])
+    outcomes = attempt(grid(2, 1), free_port(), settings=[{"flashinfer": True}, {"flashinfer": False}])
     reason = "flashinfer=F: the first worker of this replica has flashinfer=T; install the same packages for all"
-    assert told[1] == f"InvalidRequest: {reason}"
+    assert outcomes[1] == f"InvalidRequest: {reason}"
 
 
 def test_workers_that_have_other_files_of_the_model_are_refused():
-    told = attempt(grid(2, 1), free_port(), settings=[{"model": "m", "model_files": each} for each in ("ab", "cd")])
+    outcomes = attempt(grid(2, 1), free_port(), settings=[{"model": "m", "model_files": each} for each in ("ab", "cd")])
     reason = (
         "flag model=m: its files here are not those of the first worker of this replica (fingerprint cd instead of ab):"
         " config.json or the weights differ; give all hosts the same revision of the model"
     )
-    assert told == [
+    assert outcomes == [
         f"ParallelError: the replica cannot start; rank tp_rank=1 pp_rank=0: {reason}",
         f"InvalidRequest: {reason}",
     ]
@@ -82,12 +82,12 @@ def test_workers_that_have_other_files_of_the_model_are_refused():
 def test_a_rank_that_is_given_twice_is_refused_if_it_stays_so(monkeypatch):
     monkeypatch.setattr(rendezvous, "_TAKEN_S", 0.3)
     port = free_port()
-    told = attempt([*grid(2, 1), Ranks(1, 2)], port)
-    assert told[0] == "met"
+    outcomes = attempt([*grid(2, 1), Ranks(1, 2)], port)
+    assert outcomes[0] == "met"
     refused = (
         f"InvalidRequest: flags tp_rank=1 pp_rank=0: another worker at 127.0.0.1:{port} is this rank already; give"
     )
-    assert sorted(each.startswith(refused) for each in told[1:]) == [False, True]
+    assert sorted(each.startswith(refused) for each in outcomes[1:]) == [False, True]
 
 
 def test_a_worker_that_comes_back_waits_for_the_replica_before_to_end():
@@ -95,8 +95,8 @@ def test_a_worker_that_comes_back_waits_for_the_replica_before_to_end():
     port, first, second = free_port(), *grid(2, 1)
     before = rendezvous.keep_store("127.0.0.1", port, 10.0)
     before.add(f"taken/{second.index}", 1)
-    told = []
-    waiting = threading.Thread(target=lambda: told.extend(attempt([second], port)))
+    outcomes = []
+    waiting = threading.Thread(target=lambda: outcomes.extend(attempt([second], port)))
     waiting.start()
     while int(before.add(f"taken/{second.index}", 0)) < 2:  # it has tried
         pass
@@ -104,21 +104,21 @@ def test_a_worker_that_comes_back_waits_for_the_replica_before_to_end():
     stores = []
     assert attempt([first], port, stores=stores) == ["met"]
     waiting.join()
-    assert told == ["met"]
+    assert outcomes == ["met"]
 
 
 def test_a_rank_that_does_not_come_is_named():
     port, ranks = free_port(), grid(2, 2)
-    told = attempt([ranks[0], ranks[2]], port, timeout_s=1.0)
+    outcomes = attempt([ranks[0], ranks[2]], port, timeout_s=1.0)
     missing = (
         f"rank tp_rank=1 pp_rank=0, rank tp_rank=1 pp_rank=1 did not connect to 127.0.0.1:{port}: start every rank"
     )
-    assert missing in told[0]
+    assert missing in outcomes[0]
 
 
 def test_nobody_to_meet_is_said():
-    (told,) = attempt([Ranks(1, 2)], port := free_port(), timeout_s=0.3)
-    assert told.startswith(
+    (outcome,) = attempt([Ranks(1, 2)], port := free_port(), timeout_s=0.3)
+    assert outcome.startswith(
         f"ParallelError: no worker listens at master_addr=127.0.0.1 master_port={port}: start rank tp_"
     )
 
@@ -128,8 +128,10 @@ def test_a_port_that_is_taken_is_named():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        (told,) = attempt([Ranks(0, 2)], port)
-    assert told.startswith(f"InvalidRequest: flag master_port={port}: cannot listen there (Address already in use); ch")
+        (outcome,) = attempt([Ranks(0, 2)], port)
+    assert outcome.startswith(
+        f"InvalidRequest: flag master_port={port}: cannot listen there (Address already in use); ch"
+    )
 
 
 def test_on_loopback_nobody_else_can_come():

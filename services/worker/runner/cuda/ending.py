@@ -57,20 +57,20 @@ class PendingRouted(NamedTuple):
     indices: torch.Tensor  # ``runs.indices``, on the device
 
 
-class Kept(NamedTuple):
+class KeptTokens(NamedTuple):
     """The tokens of a micro-batch that the last layer continues with."""
 
     tokens: torch.Tensor | None = None  # [kept] int32, on the device; None = all tokens
     runs: PromptRuns | None = None  # the scored ones, behind the sampled ones
 
 
-class Running(NamedTuple):
+class LaunchedPart(NamedTuple):
     """A micro-batch whose forward pass is launched, eagerly or as piecewise graphs."""
 
     part: Standing
     arrays: StepArrays
     token_slots: torch.Tensor  # [tokens or more] int32, on the device
-    kept: Kept
+    kept: KeptTokens
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,14 @@ class StepEnd(ABC):
         self._peers, self._max_slots, self.guide = peers, max_slots, guide or NoGuide()
         self._era = Era(max_slots)
 
-    def keep(self, part: Standing, arrays: StepArrays, put: Put) -> Kept:
-        """Put into the upload with which tokens the last layer of an eager or piecewise step continues."""
-        return Kept()
+    def keep(self, part: Standing, arrays: StepArrays, put: Put) -> KeptTokens:
+        """Put the indices of the tokens that the last layer continues with into the upload, without a graph."""
+        return KeptTokens()
 
     @abstractmethod
-    def finish(self, plan: Plan, place: Place, leaving: torch.Tensor, running: Running, *, reused: bool) -> CudaStep:
+    def finish(
+        self, plan: Plan, place: Place, leaving: torch.Tensor, launched: LaunchedPart, *, reused: bool
+    ) -> CudaStep:
         """Launch the end of a step, after its forward pass.
 
         ``leaving [kept, hidden_size]`` is the output of the forward pass. ``reused``: the next step overwrites it. What
@@ -126,8 +128,10 @@ class StepEnd(ABC):
 class SendingEnd(StepEnd):
     """The end of a step on every stage but the last: hidden states go to the next stage."""
 
-    def finish(self, plan: Plan, place: Place, leaving: torch.Tensor, running: Running, *, reused: bool) -> CudaStep:
-        return self._send(plan, place, leaving.clone() if reused else leaving, running.arrays.sample_slots)
+    def finish(
+        self, plan: Plan, place: Place, leaving: torch.Tensor, launched: LaunchedPart, *, reused: bool
+    ) -> CudaStep:
+        return self._send(plan, place, leaving.clone() if reused else leaving, launched.arrays.sample_slots)
 
     def replay(self, plan: Plan, place: Place, graph: DecodeGraph, rows: np.ndarray, positions: np.ndarray) -> CudaStep:
         return self._send(plan, place, graph.run().clone(), rows)
@@ -159,21 +163,23 @@ class SamplingEnd(StepEnd):
         self._sampler, self._state, self._table, self._recorder = sampler, state, table, recorder
         self._downloads = torch.cuda.Stream()  # separate, so that a download does not delay uploads of the next step
 
-    def keep(self, part: Standing, arrays: StepArrays, put: Put) -> Kept:
+    def keep(self, part: Standing, arrays: StepArrays, put: Put) -> KeptTokens:
         slots, keep, runs = arrays.sample_slots, arrays.keep, find_runs(part.batch, self._table)
         if runs is not None:
             keep = np.concatenate([np.arange(len(slots), dtype=np.int32) if keep is None else keep, runs.tokens])
         elif not len(slots):
             keep = np.zeros(padded(1), np.int32)  # the last layer needs a token to continue with
-        return Kept(None if keep is None else put(fill_up(keep, padded(len(keep)))), runs)
+        return KeptTokens(None if keep is None else put(fill_up(keep, padded(len(keep)))), runs)
 
-    def finish(self, plan: Plan, place: Place, leaving: torch.Tensor, running: Running, *, reused: bool) -> CudaStep:
+    def finish(
+        self, plan: Plan, place: Place, leaving: torch.Tensor, launched: LaunchedPart, *, reused: bool
+    ) -> CudaStep:
         place.begin_sampling()
-        batch, arrays, (keep, runs) = running.part.batch, running.arrays, running.kept
+        batch, arrays, (keep, runs) = launched.part.batch, launched.arrays, launched.kept
         slots, put, drawn = arrays.sample_slots, place.upload.put, None
         if len(slots):
             settings = self._sampler.prepare(self._table, slots, arrays.sample_positions, put)
-            drawn = DrawnRows(settings, running.token_slots if keep is None else put(slots.astype(np.int32)))
+            drawn = DrawnRows(settings, launched.token_slots if keep is None else put(slots.astype(np.int32)))
         scored = None if runs is None else PendingScores(runs, put(runs.token_ids))
         routed = self._find_routed(batch.slots, batch.token_counts, put)
         return self._finish(plan, place, leaving, Samples(slots, arrays.batch_order, drawn, scored, routed))

@@ -18,7 +18,7 @@ from services.worker.parallel.errors import ParallelError
 from services.worker.runner.base import DeviceLost
 from services.worker.runner.cuda.block import append, fill_in, fill_in_groups
 from services.worker.runner.cuda.eager import EagerSteps
-from services.worker.runner.cuda.ending import Running, SamplingEnd, SendingEnd, StepEnd
+from services.worker.runner.cuda.ending import LaunchedPart, SamplingEnd, SendingEnd, StepEnd
 from services.worker.runner.cuda.graphs import DecodeGraphs, Forward, FoundGraph
 from services.worker.runner.cuda.inputs import Standing, StepArrays, build, fill_up, split
 from services.worker.runner.cuda.pieces import StepPieces
@@ -275,7 +275,9 @@ class CudaRunner:
             leaving = launcher.run(size, entering, positions, attention, None)
             leaving = leaving if kept.tokens is None else leaving.index_select(0, kept.tokens)
             self._recorder.store_at(slots, positions, self._state.page_table)
-        return self._end.finish(plan, place, leaving, Running(part, arrays, slots, kept), reused=launcher.reuses_output)
+        return self._end.finish(
+            plan, place, leaving, LaunchedPart(part, arrays, slots, kept), reused=launcher.reuses_output
+        )
 
     def _choose_launcher(self, tokens: int) -> tuple[EagerSteps | StepPieces, int]:
         """Return the launcher of a step of ``tokens`` tokens, and the padded token count."""
