@@ -17,7 +17,7 @@ _AFTER_DEADLINE_S = 0.01  # margin after which a request is overdue by any clock
 
 
 class UncheckedRequests:
-    """Registry of requests whose grammars are being checked. One that is aborted or cancelled ends after its check.
+    """Registry of requests whose grammars are being checked. A request that is aborted ends after its check.
 
     Used on the event loop.
     """
