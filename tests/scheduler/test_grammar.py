@@ -290,7 +290,7 @@ def test_a_child_asks_for_no_more_memory_than_it_may_have(monkeypatch):
 
 async def test_cancels_of_a_sample_that_waits_for_its_grammar_are_kept_once(checker):
     submitted, acted = asyncio.Event(), []
-    engine = SimpleNamespace(submit=lambda _: submitted.set(), act_on=lambda *what: acted.append(what))
+    engine = SimpleNamespace(submit=lambda _, aborted: submitted.set(), act_on=lambda *what: acted.append(what))
     pending = PendingGrammars(engine, UncheckedRequests(), checker, sink=1)
     request = Request("it", np.zeros(1, np.uint32), SamplingSettings(grammar="start: /x/"), n=2, handle=5)
     pending.begin(request, "it")

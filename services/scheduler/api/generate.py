@@ -21,7 +21,6 @@ from services.scheduler.api.traces import Traces
 from services.scheduler.api.validation import read_message
 from services.scheduler.core.output import Delta
 from services.scheduler.core.request import Finish
-from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.events import Accepted, Rejected
 from services.scheduler.grammar.checker import GrammarChecker
 from services.scheduler.grammar.message import name_of
@@ -81,9 +80,7 @@ class GenerateCall:
         request.sink, mailbox = self._hub.open(session=False)
         self._traces.begin(request)
         try:
-            self._hub.engine.submit(request)
-            if aborted:
-                self._hub.engine.act_on(request.sink, list(range(request.n)), Scheduler.end)
+            self._hub.engine.submit(request, aborted=aborted)
             unfinished = request.n
             while unfinished:
                 item = await mailbox.get()

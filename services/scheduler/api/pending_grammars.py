@@ -10,7 +10,6 @@ from services.common.boundaries import errors_as_internal
 from services.common.errors import AlreadyExists, Overloaded, TokaError
 from services.scheduler.api.unchecked_requests import UncheckedRequests
 from services.scheduler.core.request import Request
-from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.engine.events import Action
 from services.scheduler.engine.loop import EngineLoop
 from services.scheduler.grammar.checker import GrammarChecker
@@ -77,19 +76,17 @@ class PendingGrammars:
 
     async def _check(self, request: Request, name: str) -> None:
         error: TokaError | None = None
-        aborted, all_handles = False, range(request.handle, request.handle + request.n)
+        aborted = False
         try:
             with errors_as_internal(log, "a grammar could not be checked", request_id=request.request_id):
                 aborted = await self._unchecked.check(self._grammar_checker, request, name)
         except TokaError as refused:
             error = refused
-        for handle in all_handles:
+        for handle in range(request.handle, request.handle + request.n):
             self._waiting.pop(handle, None)
         deferred = self._deferred.pop(request.handle, {})
         if error is None:
-            self._engine.submit(request)
-            if aborted:
-                self._engine.act_on(self._sink, list(all_handles), Scheduler.end)
+            self._engine.submit(request, aborted=aborted)
             for action, handles in deferred.items():
                 self._engine.act_on(self._sink, sorted(handles), action)
         else:

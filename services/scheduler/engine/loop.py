@@ -109,9 +109,11 @@ class EngineLoop:
         """
         return self._inbox.ask(lambda: call(self._core), after_requests=after_requests)
 
-    def submit(self, request: Request) -> None:
-        """Queue ``request``. The first event of the request is Accepted or Rejected."""
+    def submit(self, request: Request, *, aborted: bool = False) -> None:
+        """Queue ``request``. The first event of the request is Accepted or Rejected. If ``aborted``, it then ends."""
         self._inbox.put_request(lambda: self._submit(request), request.n)
+        if aborted:
+            self.act_on(request.sink, list(range(request.handle, request.handle + request.n)), Scheduler.end)
 
     def reject(self, sink: int, handle: int, error: TokaError) -> None:
         """Send Rejected for a request that was not submitted, in order with the sink's other events."""
