@@ -4,9 +4,13 @@ The serving loop of ``grpc.aio`` decodes the path of each call to a method that 
 UTF-8 ends the loop with ``UnicodeDecodeError``, and the server accepts no call from then on (grpcio 1.85). This server
 routes all calls to unregistered methods to one registered method, which returns UNIMPLEMENTED, so their paths are not
 decoded.
+
+It also keeps one message of grpcio out of the logs: an error with a traceback for each answer to a client that has
+disconnected a moment before.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 
@@ -46,6 +50,7 @@ def accepting_server(
 
     At most ``most_calls`` run at once, and further calls get RESOURCE_EXHAUSTED. None means no limit.
     """
+    logging.getLogger(cygrpc.__name__).addFilter(_is_unforeseen)  # added once, however often this is called
     server: Any = _AcceptingServer(interceptors, options, most_calls)
     return cast(grpc.aio.Server, server)
 
@@ -61,6 +66,12 @@ class _AcceptingServer(_server.Server):
         self._server = GrpcAcceptor(self._loop, None, (), tuple(interceptors), tuple(options), most_calls)
         unknown: Any = grpc.stream_stream_rpc_method_handler(_refuse)
         self._server.add_registered_method_handlers({_UNKNOWN: unknown})
+
+
+def _is_unforeseen(record: logging.LogRecord) -> bool:
+    """Return whether to log ``record``. The operations of a call fail as a batch if its connection is closed."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, cygrpc.ExecuteBatchError)
 
 
 async def _refuse(

@@ -49,6 +49,22 @@ async def test_a_method_that_is_not_registered_is_unimplemented():
     await server.stop(0)
 
 
+@pytest.mark.parametrize("error", [cygrpc.ExecuteBatchError("the client is gone"), ValueError("a defect")], ids=str)
+async def test_only_answers_to_clients_that_are_gone_fail_without_a_log_line(caplog, error):
+    async def fail(request, context):
+        raise error
+
+    server = acceptor.accepting_server((), ())
+    server.add_registered_method_handlers("x.Service", {"Call": grpc.unary_unary_rpc_method_handler(fail)})
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await channel.unary_unary("/x.Service/Call")(b"", timeout=1)
+    await server.stop(0)
+    assert [record.exc_info[1] for record in caplog.records] == ([error] if isinstance(error, ValueError) else [])
+
+
 async def test_a_server_whose_serving_loop_ended_says_so(monkeypatch):
     monkeypatch.setattr(
         acceptor.GrpcAcceptor, "_make_request_call_future", cygrpc.AioServer._make_request_call_future
