@@ -108,10 +108,16 @@ def test_one_prompt_of_a_request_is_aborted_by_its_number(trained):
     ids=["prompt_logprobs", "echo", "no answer"],
 )
 def test_a_prompt_that_is_aborted_before_it_is_scored_has_no_scores(trained, body):
+    aborted = []
+
+    def are_aborted() -> bool:  # the prompts do not arrive together
+        aborted.append(post(trained, "/abort_requests").json()["samples"])
+        return sum(aborted) == 2
+
     post(trained, "/pause?mode=keep")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(trained.complete, **{"prompt": ["Hi, Ho", "Hu, Hu"], "max_tokens": 2} | body)
-        eventually(lambda: post(trained, "/abort_requests").json()["samples"] == 2)
+        eventually(are_aborted)
         choices = answer.result(PATIENCE_S).json()["choices"]
     assert [choice["finish_reason"] for choice in choices] == ["abort"] * 2
     assert [choice["text"] for choice in choices] == (["Hi, Ho", "Hu, Hu"] if "echo" in body else [""] * 2)
