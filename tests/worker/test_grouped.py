@@ -225,7 +225,8 @@ def test_inputs_can_be_split_over_programs(bits, splits, scale_sums):
     ("bits", "group", "inputs", "offsets"),
     [
         (4, 32, 192, False), (4, 32, 192, True), (4, 64, 1088, False), (4, 64, 1088, True), (4, 128, 4096, False),
-        (4, 384, 768, True), (4, 1152, 1152, False), (8, 64, 1088, False), (8, 128, 1152, False), (8, 256, 512, False),
+        (4, 384, 768, True), (4, 1152, 1152, False), (8, 32, 192, False), (8, 32, 4096, False),
+        (8, 64, 1088, False), (8, 128, 1152, False), (8, 256, 512, False),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("bias", [False, True])
@@ -251,13 +252,13 @@ def test_kernel_of_hopper_gives_what_dequantized_weights_give(rows, outputs, off
     ("bits", "group", "outputs", "offsets", "supported"),
     [
         (4, 32, 72, True, True), (8, 128, 72, False, True),
-        (8, 128, 72, True, False), (8, 32, 72, False, False), (4, 128, 70, False, False),
+        (8, 128, 72, True, False), (8, 32, 72, False, True), (8, 96, 72, False, False), (4, 128, 70, False, False),
     ],
 )  # fmt: skip
 def test_what_the_kernel_of_hopper_takes(monkeypatch, bits, group, outputs, offsets, supported):
     from services.worker.layers import triton_grouped
 
-    linear = GroupedLinear(256, outputs, bits=bits, group=group, offsets=offsets)
+    linear = GroupedLinear(3 * 256, outputs, bits=bits, group=group, offsets=offsets)
     for hopper in (False, True):
         monkeypatch.setattr(triton_grouped, "is_hopper", lambda _, hopper=hopper: hopper)
         assert triton_grouped.supports_wide(GroupedWeights.of(linear)) == (supported and hopper)

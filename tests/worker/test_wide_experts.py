@@ -53,7 +53,8 @@ def test_a_block_of_codes_is_lines_of_one_expert(activation):
     ("bits", "group", "hidden", "width", "offsets", "floats"),
     [
         (4, 32, 192, 64, False, False), (4, 64, 192, 576, True, False), (4, 128, 256, 1152, False, False),
-        (4, 128, 1152, 128, True, False), (8, 64, 320, 192, False, False), (8, 128, 384, 1152, False, False),
+        (4, 128, 1152, 128, True, False), (8, 32, 192, 576, False, False), (8, 64, 320, 192, False, False),
+        (8, 128, 384, 1152, False, False),
         (4, 32, 192, 576, False, True), (4, 32, 2880, 64, False, True),
     ],
 )  # fmt: skip
@@ -140,7 +141,7 @@ def test_kernel_of_hopper_has_all_activations(activation):
     ("bits", "group", "offsets", "floats", "dtype", "taken"),
     [
         (4, 32, True, False, torch.float16, True), (8, 64, False, False, torch.bfloat16, True),
-        (8, 64, True, False, torch.bfloat16, False), (8, 32, False, False, torch.bfloat16, False),
+        (8, 64, True, False, torch.bfloat16, False), (8, 32, False, False, torch.bfloat16, True),
         (4, 32, False, True, torch.bfloat16, True), (4, 32, False, True, torch.float16, False),
     ],
 )  # fmt: skip

@@ -193,7 +193,7 @@ def _takes(codes: torch.Tensor, scales: torch.Tensor | None, inputs: int, dtype:
     weights = grouped_weights(codes[0], scales[0], inputs)
     fine = dtype == torch.bfloat16 if weights.floats else weights.bits == 4 or weights.offsets is None
     fine &= dtype.itemsize == 2
-    return fine and weights.tile in {64, 128} and weights.shape[0] % 16 == 0
+    return fine and weights.wide_tile in {64, 128} and weights.shape[0] % 16 == 0
 
 
 def multiply_wide(
@@ -215,13 +215,14 @@ def multiply_wide(
         raise TypeError("the weights have no scales of groups; use mix_with_tiles")
     outputs, inputs = codes.shape[1], x.shape[1]
     weights = grouped_weights(codes[0], scales[0], inputs)
+    tile = weights.wide_tile
     sizes = Sizes(
-        inputs, outputs, weights.bits, weights.group, weights.tile, weights.offsets is not None, biases is not None,
-        blocks.rows, LINES, *_SLOTS[blocks.rows, weights.tile], weights.floats, activation,
+        inputs, outputs, weights.bits, weights.group, tile, weights.offsets is not None, biases is not None,
+        blocks.rows, LINES, *_SLOTS[blocks.rows, tile], weights.floats, activation,
     )  # fmt: skip
     results = LINES if activation is None else LINES // 2
     experts_wide[(multiprocessors(x.device),)](
-        describe(x, (blocks.rows, weights.tile // 2)), _slices(codes, weights.tile * weights.bits // 16, activation),
+        describe(x, (blocks.rows, tile // 2)), _slices(codes, tile * weights.bits // 16, activation),
         scales, x if biases is None else biases, describe(output, (blocks.rows, results)), output, *blocks, pairs,
         C=sizes, num_warps=WARPS,
     )  # fmt: skip

@@ -44,7 +44,7 @@ class Sizes(NamedTuple):
     outputs: int
     bits: int
     group: int
-    tile: int  # inputs that are stored together, at least 64
+    tile: int  # inputs that are multiplied together, at least 64
     offsets: bool
     bias: bool
     rows: int  # of a block, a power of two, at most 256

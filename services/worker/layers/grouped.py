@@ -109,6 +109,15 @@ class GroupedWeights(NamedTuple):
         """Number of inputs that are stored together."""
         return tile_size(self.bits, self.group, self.shape[1])
 
+    @property
+    def wide_tile(self) -> int:
+        """Number of inputs of a tile in the kernels for many rows, at least 64 if they take these weights.
+
+        Codes of 8 bits are stored in the order of the inputs. So a tile may have two groups of 32, as with 4 bits.
+        """
+        paired = self.bits == 8 and self.group == 32 and self.shape[1] % 64 == 0
+        return 64 if paired else self.tile
+
     def constants(self) -> dict[str, int | bool]:
         """Return the arguments that all kernels take."""
         outputs, inputs = self.shape

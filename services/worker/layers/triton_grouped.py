@@ -117,7 +117,9 @@ def supports_wide(weights: GroupedWeights) -> bool:
     """
     outputs, _ = weights.shape
     fine = weights.bits == 4 or weights.offsets is None
-    return is_hopper(weights.codes.device) and weights.tile >= _WIDE_TILE and outputs % _WIDE_MULTIPLE == 0 and fine
+    return (
+        is_hopper(weights.codes.device) and weights.wide_tile >= _WIDE_TILE and outputs % _WIDE_MULTIPLE == 0 and fine
+    )
 
 
 def choose_wide(rows: int, weights: GroupedWeights) -> WideOptions:
@@ -250,7 +252,7 @@ def launch_wide(
     x: torch.Tensor, weights: GroupedWeights, out: torch.Tensor, options: WideOptions | None = None
 ) -> None:
     """Write the product of any number of rows to ``out``, if ``supports_wide``. ``options``: None = choose them."""
-    (outputs, inputs), rows, tile = weights.shape, x.shape[0], weights.tile
+    (outputs, inputs), rows, tile = weights.shape, x.shape[0], weights.wide_tile
     options = options or choose_wide(rows, weights)
     sizes = Sizes(
         inputs, outputs, weights.bits, weights.group, tile, weights.offsets is not None, weights.bias is not None,
