@@ -311,6 +311,24 @@ def test_a_start_runs_each_kernel_of_a_product(inputs, outputs):
 
 
 @needs_triton
+@pytest.mark.parametrize(("bits", "group", "most"), [(4, 32, 3072), (4, 128, None), (8, 32, 1536)])
+def test_many_rows_on_hopper_leave_its_kernel_where_slices_are_faster(monkeypatch, bits, group, most):
+    from services.worker.layers import triton_grouped
+
+    monkeypatch.setattr(triton_grouped, "is_hopper", lambda _: True)
+    called = []
+    for name in ("launch_wide", "multiply_slices"):
+        monkeypatch.setattr(triton_grouped, name, lambda x, *_, name=name: called.append((len(x), name)))
+    linear = make(bits, group, 128, 72, bias=False)
+    for rows in (512, 1536, 1537, 3072, 3073, 8192):
+        launch(random(rows, 128), linear)
+    assert called == [(rows, "launch_wide" if rows <= (most or rows) else "multiply_slices") for rows, _ in called]
+    assert len(called) == 6
+    changes = triton_grouped.row_changes(GroupedWeights.of(linear))
+    assert [each for each in changes if each > 300] == ([] if most is None else [most + 1])
+
+
+@needs_triton
 @pytest.mark.parametrize(("inputs", "outputs"), [(4096, 4096), (4096, 28672), (14336, 1024)])
 def test_a_start_on_hopper_runs_each_kernel_of_a_product(monkeypatch, inputs, outputs):
     from services.worker.layers import triton_grouped

@@ -1,11 +1,13 @@
 """Products with integer weights that are scaled in groups of inputs, on CUDA.
 
 Steps of a few rows run a kernel that waits only for the weights. More rows run the kernel of ``gluon_grouped`` on
-Hopper. On other GPUs, and for weights that it does not take, a Triton kernel multiplies some rows. Products of more
-rows first write a part of the weights in 16 bits, which stays in the L2 cache for the following product.
+Hopper, up to the number of ``_MOST_WIDE_ROWS``. On other GPUs, and for weights that it does not take, a Triton kernel
+multiplies some rows. Products of more rows first write a part of the weights in 16 bits, which stays in the L2 cache
+for the following product.
 """
 
 import functools
+import sys
 from typing import NamedTuple
 
 import torch
@@ -35,6 +37,9 @@ _SUMMED = 1024  # elements per program of ``grouped_sum``
 _DEQUANTIZED_OUTPUTS = 64  # per program
 _SMALLEST_WIDE_ROWS, _LARGEST_WIDE_ROWS = 32, 256  # of a block of ``grouped_wide``
 _FEWEST_WIDE_ROWS = 33  # without offsets
+# By the bits of a weight and the inputs of a group: the largest number of rows for which ``grouped_wide`` is faster
+# than a product of dequantized slices, which are dequantized once for all rows.
+_MOST_WIDE_ROWS = {(4, 32): 3072, (8, 32): 1536, (8, 128): 1536}
 _WIDE_TILE = 64  # the smallest number of inputs of a tile
 _WIDE_MULTIPLE = 8  # of outputs, since rows of results begin at 16 bytes
 # Slots of the rings of rows and of codes, by the rows of a block. They fit into the shared memory of Hopper.
@@ -105,11 +110,6 @@ def choose_tiles(outputs: int, inputs: int, rows: int, weights: GroupedWeights) 
     return TilesOptions(padded, block, splits, scale_sums, warps, stages)
 
 
-def _fewest_wide_rows(weights: GroupedWeights) -> int:
-    """Return the number of rows from which on ``grouped_wide`` is faster. Measured on an H200."""
-    return MOST_ROWS + 1 if weights.offsets is not None else _FEWEST_WIDE_ROWS
-
-
 def supports_wide(weights: GroupedWeights) -> bool:
     """Return whether ``grouped_wide`` takes ``weights``.
 
@@ -120,6 +120,14 @@ def supports_wide(weights: GroupedWeights) -> bool:
     return (
         is_hopper(weights.codes.device) and weights.wide_tile >= _WIDE_TILE and outputs % _WIDE_MULTIPLE == 0 and fine
     )
+
+
+def _wide_rows(weights: GroupedWeights) -> range:
+    """Return the numbers of rows for which ``grouped_wide`` is the fastest kernel. Measured on an H200."""
+    if not supports_wide(weights):
+        return range(0)
+    most = _MOST_WIDE_ROWS.get((weights.bits, weights.group), sys.maxsize)
+    return range(MOST_ROWS + 1 if weights.offsets is not None else _FEWEST_WIDE_ROWS, most + 1)
 
 
 def choose_wide(rows: int, weights: GroupedWeights) -> WideOptions:
@@ -139,16 +147,17 @@ def row_changes(weights: GroupedWeights) -> list[int]:
     The boot runs steps on both sides of each, so that no kernel is compiled while requests are served.
     """
     outputs, inputs = weights.shape
-    wide, fewest_wide = supports_wide(weights), _fewest_wide_rows(weights)
+    wide, most_wide = _wide_rows(weights), set(_MOST_WIDE_ROWS.values())
 
     def kernel(rows: int) -> object:
         if rows <= MOST_ROWS:
             return choose_rows(rows, weights), padded_rows(rows)
-        if wide and rows >= fewest_wide:
+        if rows in wide:
             return choose_wide(rows, weights)
         return choose_tiles(outputs, inputs, rows, weights) if rows <= most_fused_rows(outputs, inputs) else None
 
-    return [rows for rows in range(2, MOST_FUSED_ROWS + 2) if kernel(rows) != kernel(rows - 1)]
+    tried = [*range(2, MOST_FUSED_ROWS + 2), *(rows + 1 for rows in sorted(most_wide))]
+    return [rows for rows in tried if kernel(rows) != kernel(rows - 1)]
 
 
 def _stage_bytes(rows: int, weights: GroupedWeights, options: RowsOptions) -> int:
@@ -179,7 +188,7 @@ def grouped_product(
         return out
     if rows <= MOST_ROWS:
         launch_rows(x, weights, out)
-    elif rows >= _fewest_wide_rows(weights) and supports_wide(weights):
+    elif rows in _wide_rows(weights):
         launch_wide(x, weights, out)
     elif rows <= most_fused_rows(*weights.shape):
         launch_tiles(x, weights, out)
