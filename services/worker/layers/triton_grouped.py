@@ -27,6 +27,7 @@ MOST_ROWS = 16  # of ``grouped_rows``
 # Measured on an H200, as the options below.
 _FUSED_ROWS = {1 << 23: 64, 1 << 24: 128}
 MOST_FUSED_ROWS = 256  # for more weights
+_SMALL_GROUP, _MANY_OUTPUTS = 32, 4096  # of weights for which a few rows have larger blocks
 _SLICE_BYTES = 32 << 20  # of dequantized weights that are multiplied at once
 _LONG = 2  # inputs for each output
 _SMALLEST_SLICE = 1024  # outputs
@@ -78,12 +79,15 @@ class WideOptions(NamedTuple):
 def choose_rows(rows: int, weights: GroupedWeights) -> RowsOptions:
     """Return the options for ``rows`` rows, gated or not.
 
-    They were measured like those of ``choose_product``, with weights of 4 and 8 bits.
+    They were measured like those of ``choose_product``, with weights of 4 and 8 bits in groups of 128. Those of small
+    groups were measured with the matrices of a Llama of 8B.
     """
     outputs, _ = weights.shape
-    # Rows are read again for each block of outputs. Therefore many rows have larger blocks.
+    # Rows are read again for each block of outputs. Therefore many rows have larger blocks. So have small groups: the
+    # scales of a group are loaded in longer pieces then.
     wide = RowsOptions(32, 512, 4, 3)
-    options = RowsOptions(16, 1024, 4, 3) if rows <= SMALLEST_DOT else wide
+    is_small = weights.group <= _SMALL_GROUP and outputs >= _MANY_OUTPUTS
+    options = RowsOptions(16, 1024, 4, 3) if rows <= SMALLEST_DOT and not is_small else wide
     programs = triton.cdiv(outputs, options.outputs)
     stages = even_stages(weights.codes.device, programs, _stage_bytes(rows, weights, options))
     return wide if stages is None else options._replace(stages=stages)

@@ -52,7 +52,8 @@ def grouped_rows(
     RESULTS: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
     SIZE: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
     DTYPE: tl.constexpr = x.dtype.element_ty
-    WIDTH: tl.constexpr = TILE * BITS // 8  # bytes of a tile in a row
+    LINE: tl.constexpr = INPUTS * BITS // 8  # bytes of a weight row
+    WIDTH: tl.constexpr = TILE * BITS // 8  # bytes of a tile in it
     EVEN: tl.constexpr = INPUTS % (TILE * TILES) == 0
     PAIRED: tl.constexpr = GROUP < TILE  # the halves of a tile are two groups
     FILL: tl.constexpr = None if EVEN else 0.0
@@ -69,8 +70,8 @@ def grouped_rows(
     if BIAS:
         bias_values = load_early(bias + source, source >= 0, OVERLAP)
     tiles, places = tl.arange(0, TILES), tl.arange(0, WIDTH)
-    byte_offsets = tiles[:, None] * WIDTH + places[None, :]
-    code_pointers = codes + source.to(tl.int64)[None, :, None] * (INPUTS * BITS // 8) + byte_offsets[:, None, :]
+    bytes_of_tiles = tl.arange(0, TILES * WIDTH)
+    code_pointers = codes + source.to(tl.int64)[:, None] * LINE + bytes_of_tiles[None, :]
     input_offsets = tiles[:, None] * TILE + places[None, :]
     x_pointers = x + members[None, None, :] * INPUTS + input_offsets[:, :, None]
     inside_rows = (members < rows)[None, None, :]
@@ -89,11 +90,16 @@ def grouped_rows(
         group = (first // GROUP)[:, None] * OUTPUTS + source[None, :]
         if EVEN:
             inside, inside_x = None, inside_rows
-            packed = tl.load(code_pointers + start * BITS // 8)
+            block = tl.load(code_pointers + start * BITS // 8)
         else:
             inside = (first < INPUTS)[:, None]
             inside_x = inside_rows & inside[:, :, None]
-            packed = tl.load(code_pointers + start * BITS // 8, inside[:, :, None], other=0)
+            block = tl.load(
+                code_pointers + start * BITS // 8, (start * BITS // 8 + bytes_of_tiles < LINE)[None, :], other=0
+            )
+        # A matrix is swizzled by its rows in shared memory, so the tensor cores' reads of eight rows have no conflicts
+        # of banks. Codes that are loaded in tiles would be swizzled by the tiles.
+        packed = tl.permute(tl.reshape(block, (BLOCK_OUT, TILES, WIDTH)), (1, 0, 2))
         scale = tl.load(scales + group, inside, other=FILL)
         values = tl.load(x_pointers + start, inside_x, other=0.0)
         if NORM:
