@@ -1,6 +1,9 @@
 """Times of kernels in CUDA graphs."""
 
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -37,6 +40,15 @@ def run_in_graph(
     With enough inputs, their weights do not stay in the L2 cache. All rounds together take at least ``seconds``.
     """
     return _replay(_capture(run, inputs), rounds, seconds)
+
+
+def compile_in_processes(run: Callable[[T], None], cases: Sequence[T], processes: int) -> None:
+    """Run each case in another process, so that its kernels are in Triton's cache. Print how long it took."""
+    began = time.monotonic()
+    with ProcessPoolExecutor(min(processes, len(cases)), mp_context=get_context("spawn")) as pool:
+        for _ in pool.map(run, cases):
+            pass
+    print(f"kernels compiled in {time.monotonic() - began:.1f} s", flush=True)
 
 
 def _capture(run: Callable[[T], object], inputs: Sequence[T]) -> _Captured:

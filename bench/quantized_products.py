@@ -15,10 +15,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product as combinations
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +25,7 @@ from pydantic import Field
 from triton.errors import TritonError
 
 from bench import quantized_layers
+from bench.graph_times import compile_in_processes
 from bench.local_worker import refuse
 from bench.quantized_layers import SHAPES, Kind, kinds, make_layers, microseconds, relative_error
 from bench.server import report
@@ -82,7 +81,9 @@ def main() -> None:
 def _compare(config: BenchConfig, shapes: list[str], chosen: list[str], rows: list[int]) -> list[dict[str, Any]]:
     grouped = [name for name in chosen if name.startswith("int")]
     if grouped:
-        _compile(config, [(config, shape, name, rows) for shape in shapes for name in grouped], _run_once)
+        compile_in_processes(
+            _run_once, [(config, shape, name, rows) for shape in shapes for name in grouped], config.processes
+        )
     figures = []
     for shape in shapes:
         print(f"{shape} {SHAPES[shape].inputs} -> {SHAPES[shape].outputs}, us" + "".join(f"{n:>10}" for n in rows))
@@ -134,15 +135,6 @@ def _launched(launch: Callable[..., None], layer: Any, x: torch.Tensor) -> torch
     return out
 
 
-def _compile(config: BenchConfig, cases: list[Any], run: Callable[[Any], None]) -> None:
-    """Run each case in another process, so that the kernels are in Triton's cache."""
-    began = time.monotonic()
-    with ProcessPoolExecutor(min(config.processes, len(cases)), mp_context=get_context("spawn")) as pool:
-        for _ in pool.map(run, cases):
-            pass
-    print(f"kernels compiled in {time.monotonic() - began:.1f} s", flush=True)
-
-
 def _run_once(case: tuple[BenchConfig, str, str, list[int]]) -> None:
     config, shape, name, rows = case
     kind = _with_way(kinds(config.group)[name], name, config.way)
@@ -185,7 +177,7 @@ def _try_options(config: BenchConfig, shapes: list[str], chosen: list[str], rows
     # The kernels for 1 to 8 rows are the same. Cases with many options are split, so that processes end together.
     sizes = sorted({max(8, 1 << (count - 1).bit_length()) for count in fused})
     cases = [(config, *each) for each in combinations(shapes, chosen, sizes, range(_PARTS))]
-    _compile(config, cases, _compile_options)
+    compile_in_processes(_compile_options, cases, config.processes)
     figures = []
     for shape, name in combinations(shapes, chosen):
         kind = kinds(config.group)[name]

@@ -101,13 +101,13 @@ class SkinnyDecoder:
         for index, layer in enumerate(model.layers):
             weights, mlp = layer.attention, layer.dense_mlp
             attention_norm, mlp_norm = layer.input_norms
-            qkv = skinny_product(model.kernels.norm(x, attention_norm, eps, delta), _weights(weights.qkv))
+            qkv = skinny_product(model.kernels.norm(x, attention_norm, eps, delta), as_weights(weights.qkv))
             attended = attention.run_qkv(index, qkv, weights.norms)
             if keep is not None and index == len(model.layers) - 1:
                 x, attended = x.index_select(0, keep), attended.index_select(0, keep)
-            delta = exchange.row(attended, partial(skinny_product, linear=_weights(weights.output)))
-            gated = skinny_product(model.kernels.norm(x, mlp_norm, eps, delta), _weights(mlp.inner), gated=True)
-            delta = exchange.row(gated, partial(skinny_product, linear=_weights(mlp.down)))
+            delta = exchange.row(attended, partial(skinny_product, linear=as_weights(weights.output)))
+            gated = skinny_product(model.kernels.norm(x, mlp_norm, eps, delta), as_weights(mlp.inner), gated=True)
+            delta = exchange.row(gated, partial(skinny_product, linear=as_weights(mlp.down)))
         return model.kernels.norm(x, model.norm, eps, delta)  # type: ignore[arg-type]  # the only stage is the last
 
     def _layer(
@@ -126,16 +126,16 @@ class SkinnyDecoder:
         """
         weights, mlp, eps = layer.attention, layer.dense_mlp, layer.eps
         attention_norm, mlp_norm = layer.input_norms
-        qkv = skinny_product(first_input, _weights(weights.qkv), norm=(attention_norm, eps))
+        qkv = skinny_product(first_input, as_weights(weights.qkv), norm=(attention_norm, eps))
         attended = attention.run_qkv(index, qkv, weights.norms)
         if keep is not None:
             x, attended = x.index_select(0, keep), attended.index_select(0, keep)
-        mlp_input = skinny_sum(attended, _weights(weights.output), x, mlp_norm)
+        mlp_input = skinny_sum(attended, as_weights(weights.output), x, mlp_norm)
         norm = (mlp_norm, eps)
-        gated = skinny_product(mlp_input, _weights(mlp.inner), norm=norm, gated=True)
+        gated = skinny_product(mlp_input, as_weights(mlp.inner), norm=norm, gated=True)
         if next_layer is None:
-            return skinny_product(gated, _weights(mlp.down), onto=x), x
-        return x, skinny_sum(gated, _weights(mlp.down), x, next_layer.input_norms[0])
+            return skinny_product(gated, as_weights(mlp.down), onto=x), x
+        return x, skinny_sum(gated, as_weights(mlp.down), x, next_layer.input_norms[0])
 
 
 def supports(model: RankModel) -> TypeGuard[DecoderModel]:
@@ -163,7 +163,8 @@ def _supported(linear: AnyLinear) -> bool:
     return isinstance(linear, Fp8Linear | BlockFp8Linear)
 
 
-def _weights(linear: AnyLinear) -> LinearWeights | GroupedWeights:
+def as_weights(linear: AnyLinear) -> LinearWeights | GroupedWeights:
+    """Return the tensors of ``linear``, of a model that is supported, for ``skinny_product``."""
     if isinstance(linear, GroupedLinear):
         return GroupedWeights.of(linear)
     if isinstance(linear, BlockFp8Linear):
