@@ -163,6 +163,17 @@ def eventually(condition: Callable[[], bool], patience_s: float = PATIENCE_S) ->
         time.sleep(0.05)
 
 
+def eventually_all(total: int, act: Callable[[], int], patience_s: float = PATIENCE_S) -> None:
+    """Repeat ``act``, which returns how many more it has found, until it has found ``total``."""
+    counts: list[int] = []
+
+    def is_done() -> bool:
+        counts.append(act())
+        return sum(counts) == total
+
+    eventually(is_done, patience_s)
+
+
 async def eventually_async(condition: Callable[[], bool]) -> None:
     """``eventually`` that leaves the event loop to others; ``condition`` may block."""
     give_up_at = time.monotonic() + PATIENCE_S

@@ -15,7 +15,7 @@ from services.gateway.engine.fleet import Fleet
 from services.gateway.engine.request import PromptRequest, Settings
 from services.gateway.rollout import control, sleep
 from services.scheduler.api import session
-from tests.gateway.deployment import PATIENCE_S, Deployment, eventually
+from tests.gateway.deployment import PATIENCE_S, Deployment, eventually, eventually_all
 from tests.gateway.rollout.conftest import post
 from tests.gateway.rollout.schedulers import Schedulers
 
@@ -48,8 +48,8 @@ def test_queued_requests_end_without_tokens_and_others_run_later(workerless):
     with ThreadPoolExecutor(3) as pool:
         whole, streamed = pool.submit(generate, "r1", False), pool.submit(generate, "r2", True)
         other = pool.submit(generate, "r", False)
-        eventually(lambda: abort("r1") == 4)
-        eventually(lambda: abort("r2") == 4)
+        eventually_all(4, lambda: abort("r1"))
+        eventually_all(4, lambda: abort("r2"))
         assert ends(whole.result(PATIENCE_S)) == [("abort", 0)] * 4
         assert ends(streamed.result(PATIENCE_S)) == [("abort", 0)] * 4
         workerless.worker.start()

@@ -9,7 +9,7 @@ import pytest
 from services.common.errors import FailedPrecondition, Unavailable
 from services.gateway.rollout import control
 from tests.gateway.console.test_observer import connected
-from tests.gateway.deployment import PATIENCE_S, eventually
+from tests.gateway.deployment import PATIENCE_S, eventually, eventually_all
 from tests.gateway.rollout.conftest import get, post, reasons, running, streamed, texts
 
 LONG = {"prompt": "Hi", "max_tokens": 1500, "ignore_eos": True, "temperature": 1.0, "seed": 5}
@@ -108,16 +108,10 @@ def test_one_prompt_of_a_request_is_aborted_by_its_number(trained):
     ids=["prompt_logprobs", "echo", "no answer"],
 )
 def test_a_prompt_that_is_aborted_before_it_is_scored_has_no_scores(trained, body):
-    aborted = []
-
-    def are_aborted() -> bool:  # the prompts do not arrive together
-        aborted.append(post(trained, "/abort_requests").json()["samples"])
-        return sum(aborted) == 2
-
     post(trained, "/pause?mode=keep")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(trained.complete, **{"prompt": ["Hi, Ho", "Hu, Hu"], "max_tokens": 2} | body)
-        eventually(are_aborted)
+        eventually_all(2, lambda: post(trained, "/abort_requests").json()["samples"])
         choices = answer.result(PATIENCE_S).json()["choices"]
     assert [choice["finish_reason"] for choice in choices] == ["abort"] * 2
     assert [choice["text"] for choice in choices] == (["Hi, Ho", "Hu, Hu"] if "echo" in body else [""] * 2)
