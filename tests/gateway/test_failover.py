@@ -356,13 +356,17 @@ async def test_an_abort_of_a_queued_request_leaves_the_tokens_of_lost_schedulers
         assert place.failover.abort(None) == 0
 
 
-async def test_queued_stragglers_end_without_a_scheduler():
+@pytest.mark.parametrize("lost", ["before the group ends", "after the group has ended"])
+async def test_queued_stragglers_end_without_a_scheduler(lost):
     async with Place() as place:
         place.scheduler = None
         running = generation(3, end_after=1)
         first, *stragglers = running.samples
-        place.failover.lose(dict.fromkeys(stragglers, NOTHING), LOST, "lost")
+        if "before" in lost:
+            place.failover.lose(dict.fromkeys(stragglers, NOTHING), LOST, "lost")
         running.finish(first, SampleEnding("length", False, 0, 3, 50, 0, 0.0, 0.0, 0.0, None))
+        if "after" in lost:
+            place.failover.lose(dict.fromkeys(stragglers, NOTHING), LOST, "lost")
         async with asyncio.timeout(60):
             ended = await running.wait_ended()
         assert {each.index: each.outcome.reason for each in ended} == {0: "length", 1: "abort", 2: "abort"}

@@ -105,6 +105,8 @@ class Failover:
                 for request in active.replace_lost(tokens):
                     self._waits[request] = _Wait(reason, error, time.monotonic() + self._timeout_s)
                     self._put(request)
+                    if request.due_action == "end":  # no scheduler is needed for this
+                        self.act_on(request, "end")
         if active_requests:
             log.warning("samples wait for another scheduler", samples=len(tokens), cause=reason)
 
