@@ -372,6 +372,17 @@ async def test_queued_stragglers_end_without_a_scheduler(lost):
         assert {each.index: each.outcome.reason for each in ended} == {0: "length", 1: "abort", 2: "abort"}
 
 
+async def test_stragglers_that_are_refused_after_their_group_has_ended_end_too():
+    async with Place() as place:
+        running = generation(2, end_after=1)
+        place.failover.lose({running.samples[1]: NOTHING}, LOST, "lost")
+        [sent] = await place.sent(1)
+        place.scheduler = None
+        running.finish(running.samples[0], SampleEnding("length", False, 0, 3, 50, 0, 0.0, 0.0, 0.0, None))
+        place.failover.refused(sent, LOST, "here")
+        assert running.samples[1].ending.reason == "abort"
+
+
 async def test_what_is_closed_while_it_waits_is_forgotten_and_what_comes_late_is_told_why():
     async with Place() as place:
         scheduler, place.scheduler = place.scheduler, None

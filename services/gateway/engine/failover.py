@@ -105,8 +105,6 @@ class Failover:
                 for request in active.replace_lost(tokens):
                     self._waits[request] = _Wait(reason, error, time.monotonic() + self._timeout_s)
                     self._put(request)
-                    if request.due_action == "end":  # no scheduler is needed for this
-                        self.act_on(request, "end")
         if active_requests:
             log.warning("samples wait for another scheduler", samples=len(tokens), cause=reason)
 
@@ -182,6 +180,8 @@ class Failover:
         request.holder = self
         self._queue[request] = None
         self._wakeup.set()
+        if (action := request.due_action) is not None:
+            self.act_on(request, action)
 
     def _take(self, is_meant: Callable[[str], bool]) -> list[SchedulerRequest]:
         """Remove the requests from the queue for whose ids ``is_meant`` is true, and return them."""
