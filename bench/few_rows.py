@@ -26,6 +26,9 @@ _LAYERS = 10  # their weights exceed the L2 cache
 _ROUNDS, _RUN_S = 5, 0.02
 _EPS = 1e-5
 
+# The weights of a layer's products: ``qkv``, ``output``, ``gate_up`` and ``down``.
+Layer = dict[str, LinearWeights | GroupedWeights]
+
 
 class BenchConfig(Config):
     """The flags."""
@@ -37,13 +40,9 @@ class BenchConfig(Config):
     processes: Int = Field(16, ge=1, description="processes that compile kernels")
 
 
-class Layer(dict[str, LinearWeights | GroupedWeights]):
-    """The weights of a layer's products: ``qkv``, ``output``, ``gate_up`` and ``down``."""
-
-
 def make(kind: str, config: BenchConfig, count: int) -> list[Layer]:
     """Return ``count`` layers with equal weights, each with its own memory."""
-    layers = [Layer() for _ in range(count)]
+    layers: list[Layer] = [{} for _ in range(count)]
     for name in ("qkv", "output", "gate_up", "down"):
         made, _ = make_layers(kinds(config.group)[kind], SHAPES[f"{config.shape} {name}"], copies=count)
         for layer, linear in zip(layers, made, strict=True):

@@ -86,17 +86,15 @@ def grouped_rows(
     parts = tl.zeros((TILES, BLOCK_OUT, ROWS), tl.float32)
     squares = tl.zeros((TILES, WIDTH, ROWS), tl.float32)
     for start in tl.range(0, INPUTS, TILE * TILES, num_stages=STAGES):
-        first = start + tiles * TILE
+        first, line_start = start + tiles * TILE, start * BITS // 8
         group = (first // GROUP)[:, None] * OUTPUTS + source[None, :]
         if EVEN:
             inside, inside_x = None, inside_rows
-            block = tl.load(code_pointers + start * BITS // 8)
+            block = tl.load(code_pointers + line_start)
         else:
             inside = (first < INPUTS)[:, None]
             inside_x = inside_rows & inside[:, :, None]
-            block = tl.load(
-                code_pointers + start * BITS // 8, (start * BITS // 8 + bytes_of_tiles < LINE)[None, :], other=0
-            )
+            block = tl.load(code_pointers + line_start, (line_start + bytes_of_tiles < LINE)[None, :], other=0)
         # A matrix is swizzled by its rows in shared memory, so the tensor cores' reads of eight rows have no conflicts
         # of banks. Codes that are loaded in tiles would be swizzled by the tiles.
         packed = tl.permute(tl.reshape(block, (BLOCK_OUT, TILES, WIDTH)), (1, 0, 2))
